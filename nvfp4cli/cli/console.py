@@ -1,0 +1,97 @@
+"""What people and programs see: stdout is data, stderr is talk."""
+
+import json
+import sys
+from collections.abc import Iterable
+from typing import Any
+
+from rich.console import Console
+from rich.progress import (
+    BarColumn,
+    DownloadColumn,
+    Progress,
+    TextColumn,
+    TimeRemainingColumn,
+    TransferSpeedColumn,
+)
+from rich.table import Table
+
+stdout = Console()
+stderr = Console(stderr=True, highlight=False, soft_wrap=True)
+
+
+def print_json(value: Any) -> None:
+    """One JSON document on stdout. NaN and infinities, which JSON lacks, become null."""
+    json.dump(_finite(value), sys.stdout, indent=2)
+    sys.stdout.write("\n")
+
+
+def line(text: str) -> None:
+    """A line of the result, on stdout, never wrapped so that it can be copied."""
+    stdout.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def say(message: str) -> None:
+    """A line for people, on stderr."""
+    stderr.print(message, markup=False)
+
+
+def warn(message: str) -> None:
+    """A warning, on stderr."""
+    stderr.print("[yellow]warning:[/yellow] ", end="")
+    stderr.print(message, markup=False)
+
+
+def error(message: str) -> None:
+    """The one sentence of a failed command, on stderr."""
+    stderr.print("[red]error:[/red] ", end="")
+    stderr.print(message, markup=False)
+
+
+def progress_bar() -> Progress:
+    """Bytes done, speed and time left, on stderr; silent where stderr is no terminal."""
+    return Progress(
+        TextColumn("{task.description:>12}"),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeRemainingColumn(),
+        console=stderr,
+        transient=True,
+        disable=not stderr.is_terminal,
+    )
+
+
+def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
+    """A table on stdout; numbers are aligned to the right."""
+    kept = [[str(cell) for cell in row] for row in rows]
+    drawn = Table(title=title, title_justify="left")
+    for i, column in enumerate(columns):
+        numeric = bool(kept) and all(_numeric(row[i]) for row in kept)
+        drawn.add_column(column, justify="right" if numeric else "left", overflow="fold")
+    for row in kept:
+        drawn.add_row(*row)
+    stdout.print(drawn)
+
+
+def size(nbytes: float) -> str:
+    """Bytes for people, in powers of ten as disks and model cards count them."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if nbytes < 1000:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1000
+    return f"{nbytes:.2f} TB"
+
+
+def _numeric(cell: str) -> bool:
+    return not cell or cell[0].isdigit() or cell[0] in "-." or cell == "nan"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and value - value != 0:
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(v) for key, v in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(v) for v in value]
+    return value

@@ -1,0 +1,147 @@
+"""A checkpoint of any layout as a transformers model, to be measured."""
+
+import threading
+from pathlib import Path
+from types import EllipsisType
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+from transformers import (
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from nvfp4cli.checkpoint.reader import open_checkpoint
+from nvfp4cli.errors import CheckpointError, UnsupportedError
+from nvfp4cli.layouts import StoredWeights, open_weights
+
+_NAMED = 3  # tensors an error message names before it only counts
+
+
+def load(folder: Path, *, dtype: torch.dtype, device: str) -> PreTrainedModel:
+    """The causal language model of a checkpoint, unquantised or in any of our layouts.
+
+    NVFP4 weights are dequantised to fp32 and rounded to `dtype`; activations are not quantised.
+    Tensors that the architecture keeps in fp32 stay so. The model is in eval mode without
+    gradients. Memory: one copy of the model on `device` and a few tensors in fp32.
+
+    transformers does the loading, so its renamings and fusions of tensors (per-expert matrices to
+    one 3-D parameter, say) and its tying of weights are those every user of the model gets. No
+    remote code runs and nothing is downloaded.
+
+    Raises CheckpointError naming tensors that are missing, unexpected or of the wrong shape: by
+    itself transformers would fill them with random values. Raises UnsupportedError for a model
+    type that the installed transformers does not know as a causal language model.
+    """
+    checkpoint = open_checkpoint(folder)
+    weights = open_weights(checkpoint)
+    lock = threading.Lock()
+    try:
+        model, report = AutoModelForCausalLM.from_pretrained(
+            None,
+            config=_config(folder, checkpoint.config),
+            state_dict={name: _LazyTensor(weights, name, lock) for name in weights.names},
+            dtype=dtype,
+            device_map={"": device},
+            trust_remote_code=False,
+            ignore_mismatched_sizes=True,  # so that they are in the report, with their names
+            output_loading_info=True,
+        )
+    except RuntimeError as error:
+        # What transformers raises after it has logged why tensors could not be fused.
+        if "conversion of the weights" not in str(error):
+            raise
+        raise CheckpointError(
+            f"Tensors of {folder} do not fit together as the model's fused weights (listed "
+            "above): restore the checkpoint, or quantise the source again."
+        ) from error
+    _check(folder, report)
+    return model.requires_grad_(False)
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint. Raises CheckpointError if it has none that works."""
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(
+            folder, local_files_only=True, trust_remote_code=False
+        )
+    except (OSError, ValueError, ImportError) as error:
+        raise CheckpointError(_no_tokenizer(folder)) from error
+    # Without its vocabulary file a tokenizer class may load all the same, with no token for text.
+    if not tokenizer("x", add_special_tokens=False).input_ids:
+        raise CheckpointError(_no_tokenizer(folder))
+    return tokenizer
+
+
+class _LazyTensor:
+    """A tensor that is read when transformers materialises it, as a safetensors slice would be.
+
+    transformers materialises from several threads; the lock keeps them to one dequantised tensor
+    at a time.
+    """
+
+    def __init__(self, weights: StoredWeights, name: str, lock: threading.Lock) -> None:
+        self._weights = weights
+        self._name = name
+        self._lock = lock
+
+    def __getitem__(self, _: EllipsisType) -> Tensor:
+        with self._lock:
+            return self._weights.tensor(self._name)
+
+
+def _config(folder: Path, values: dict[str, Any]) -> PreTrainedConfig:
+    """The configuration of the unquantised model."""
+    model_type = values.get("model_type")
+    if model_type not in CONFIG_MAPPING:
+        raise UnsupportedError(
+            f"transformers {transformers.__version__} does not know the model type "
+            f"{model_type!r} of {folder / 'config.json'}: install a release that does."
+        )
+    # The weights arrive dequantised: no quantiser of transformers may touch them.
+    plain = {key: value for key, value in values.items() if key != "quantization_config"}
+    config = CONFIG_MAPPING[model_type].from_dict(plain)
+    if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        raise UnsupportedError(
+            f"{folder} holds a {model_type} model, which is not a causal language model: "
+            "perplexity is not defined for it; name another checkpoint."
+        )
+    return config
+
+
+def _check(folder: Path, report: dict[str, Any]) -> None:
+    wrong_shape = [
+        f"{name} ({list(stored)} instead of {list(wanted)})"
+        for name, stored, wanted in report["mismatched_keys"]
+    ]
+    faults = {
+        "lacks": list(report["missing_keys"]),
+        "holds, unknown to the model,": list(report["unexpected_keys"]),
+        "has in a wrong shape": wrong_shape,
+    }
+    found = [f"{verb} {_some(names)}" for verb, names in faults.items() if names]
+    if found:
+        raise CheckpointError(
+            f"{folder} {' and '.join(found)}: compare it with its config.json, then restore it or "
+            "quantise the source again."
+        )
+
+
+def _some(names: list[str]) -> str:
+    first = ", ".join(sorted(names)[:_NAMED])
+    more = len(names) - _NAMED
+    return f"{first} and {more} more" if more > 0 else first
+
+
+def _no_tokenizer(folder: Path) -> str:
+    return (
+        f"{folder} holds no tokenizer that transformers {transformers.__version__} can load: copy "
+        "the tokenizer files of the source model into it."
+    )

@@ -1,0 +1,125 @@
+"""NVFP4 encoding on a CPU: the bits of `formats.nvfp4.quantize`, several times as fast.
+
+The matrix is cut into tiles of rows. A tile is copied into 16 planes, one for each position within
+a block, so that reducing over a block, scaling it and packing its nibbles become operations on
+long contiguous runs; over rows of 16 values they cost eager torch about 10 ns a row. The copy also
+converts any dtype and any strides to contiguous fp32.
+
+Measured on one core of an AMD EPYC with AVX2, bf16: the reference 18 ns a value, this 5 ns.
+"""
+
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from nvfp4cli.formats import e2m1, e4m3
+from nvfp4cli.formats.nvfp4 import BLOCK, GlobalScale, Quantized, block_reciprocal
+
+# Values in a tile. A tile takes about 35 torch calls of a few microseconds each: 2^16 values are
+# too few to hide them (8 ns a value), and at 2^18 (4.7 ns) threads seldom wait for the GIL.
+TILE = 1 << 18
+
+# fp32 rounds n + 1.5 * 2^23 to an integer, ties to even, and counts it in its lowest bits.
+_MAGIC = 1.5 * 2**23
+_MAGIC_BITS = 0x4B400000
+_DOUBLED = torch.tensor(_MAGIC)  # 2y
+_SHIFTED = _MAGIC + 2  # y + 2
+_HALVED = torch.tensor(_MAGIC + 4)  # y/2 + 4
+_LARGEST = _MAGIC + 7
+
+# What the bits of _MAGIC add up to in a word of eight nibbles, modulo 2^32.
+_MAGIC_WORD = _MAGIC_BITS * 0x11111111 & 0xFFFFFFFF
+
+
+def quantize_cpu(weight: Tensor, scale: GlobalScale) -> Quantized:
+    """Round a matrix to NVFP4, bit for bit as `formats.nvfp4.quantize` does.
+
+    weight: [N, K], any float dtype and strides, finite, on the CPU, K a multiple of 16. Runs on
+    `torch.get_num_threads()` threads and may be called from several threads at once.
+    """
+    n, k = weight.shape
+    kb = k // BLOCK
+    planes = weight.unflatten(1, (kb, BLOCK)).permute(2, 0, 1)  # [16, N, K/16]
+    words = torch.empty(n, kb * 2, dtype=torch.int32)  # eight codes each
+    word_planes = words.unflatten(1, (kb, 2)).permute(2, 0, 1)  # [2, N, K/16]
+    scale_byte = torch.empty(n, kb, dtype=torch.uint8)
+    reciprocals = block_reciprocal(
+        torch.arange(e4m3.MAX_BYTE + 1, dtype=torch.uint8), scale.multiplier
+    )
+    rows = min(n, max(1, TILE // max(k, 1)))
+
+    # Grad mode is a thread's own. Inference mode may write to the outputs whether or not the
+    # caller is in inference mode, and keeps a weight that requires grad out of autograd.
+    @torch.inference_mode()
+    def encode(starts: Iterator[int]) -> None:
+        scratch = torch.empty(4, BLOCK, rows, kb)
+        for start in starts:
+            tile = slice(start, start + rows)
+            x, *free = scratch[:, :, : min(rows, n - start)]
+            x.copy_(planes[:, tile])
+            _round_scales(x, scale.multiplier, scale_byte[tile], free[0])
+            x.mul_(reciprocals[scale_byte[tile].int()])
+            _round_codes(x, word_planes[:, tile], free)
+
+    _share(encode, range(0, n, rows or 1))
+    return Quantized(words.view(torch.uint8), scale_byte.view(torch.float8_e4m3fn), scale)
+
+
+def _round_scales(x: Tensor, multiplier: float, out: Tensor, free: Tensor) -> None:
+    """fp32 planes [16, R, K/16] -> E4M3 bytes [R, K/16], at least 1 where a block is not zero."""
+    block_amax = torch.amax(torch.abs(x, out=free), dim=0)
+    rounded = e4m3.round_to_bytes(block_amax / e2m1.MAX / multiplier)
+    torch.maximum(rounded, (block_amax > 0).view(torch.uint8), out=out)
+
+
+def _round_codes(y: Tensor, words: Tensor, free: list[Tensor]) -> None:
+    """fp32 planes [16, R, K/16] in code units -> packed codes, int32 [2, R, K/16]. Destroys y.
+
+    The three lines of `e2m1.encode`, each rounded by the one addition that also shifts it: a
+    pass fewer for each line, and no subnormal numbers, which are slow on CPUs.
+    """
+    a, code, line = free
+    torch.abs(y, out=a)
+    torch.add(_DOUBLED, a, alpha=2, out=code)
+    torch.minimum(code, torch.add(a, _SHIFTED, out=line), out=code)
+    torch.minimum(code, torch.add(_HALVED, a, alpha=0.5, out=line), out=code)
+    code.clamp_(max=_LARGEST)
+    torch.add(code, y.lt_(0), alpha=8, out=code)
+    # Neighbouring planes join: 16 nibbles, 8 bytes, 4 half-words, 2 words (little-endian).
+    nibbles, joined = code.view(torch.int32), line.view(torch.int32)
+    torch.add(nibbles[0::2], nibbles[1::2], alpha=1 << 4, out=joined[:8])
+    torch.add(joined[0:8:2], joined[1:8:2], alpha=1 << 8, out=nibbles[:4])
+    torch.add(nibbles[0:4:2], nibbles[1:4:2], alpha=1 << 16, out=joined[:2])
+    torch.sub(joined[:2], _MAGIC_WORD, out=words)
+
+
+def _share(work: Callable[[Iterator[int]], None], starts: range) -> None:
+    """Run `work` on every start, from as many threads as torch has, whichever is free next.
+
+    torch's own threads would fork and join for every operation and exchange the planes between
+    cores: 267 MB/s of bf16 where this reaches 353 on two busy cores.
+    """
+    threads = torch.get_num_threads()
+    queue = iter(starts)  # a range's iterator is safe to share: `next` holds the GIL
+    if threads == 1 or len(starts) <= 1:
+        return work(queue)
+    for done in [_pool(threads).submit(work, queue) for _ in range(min(threads, len(starts)))]:
+        done.result()
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Workers whose torch operations use one thread each.
+
+    `torch.set_num_threads` holds for the calling thread and for threads yet to be born, so once
+    every worker has called it the value is put back for the latter.
+    """
+    born = threading.Barrier(threads)
+    pool = ThreadPoolExecutor(threads, "nvfp4", initializer=torch.set_num_threads, initargs=(1,))
+    list(pool.map(lambda _: born.wait(), range(threads)))
+    torch.set_num_threads(threads)
+    return pool

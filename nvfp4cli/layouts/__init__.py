@@ -1,0 +1,103 @@
+"""On-disk conventions of NVFP4 checkpoints, one module each, and any checkpoint read through them.
+
+Layouts only rename and repack the canonical record; no number changes here.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from torch import Tensor
+
+from nvfp4cli.checkpoint.reader import Checkpoint
+from nvfp4cli.errors import CheckpointError
+from nvfp4cli.formats.nvfp4 import dequantize
+from nvfp4cli.layouts import comfy, compressed_tensors, modelopt, torchao
+from nvfp4cli.layouts.record import Layout, Shape, Stored
+
+LAYOUTS: dict[str, Layout] = {
+    layout.NAME: layout for layout in (torchao, comfy, compressed_tensors, modelopt)
+}
+
+# Scales of activations and KV caches, which stand beside the source model's own tensors.
+_INPUT_SCALE_SUFFIXES = (".input_global_scale", ".input_scale")
+_AUXILIARY_SUFFIXES = (*_INPUT_SCALE_SUFFIXES, ".k_scale", ".v_scale", ".comfy_quant")
+
+
+@dataclass(frozen=True)
+class StoredWeights:
+    """A checkpoint of any layout, or an unquantised one, under the source model's tensor names."""
+
+    checkpoint: Checkpoint
+    layout: Layout | None  # None: no NVFP4 weight in it
+
+    @cached_property
+    def quantized(self) -> dict[str, Shape]:
+        """Quantised modules in name order -> (out, in)."""
+        if self.layout is None:
+            return {}
+        found = {}
+        for module in sorted(self.layout.modules(self.checkpoint.tensors.keys())):
+            try:
+                found[module] = self.layout.shape(module, self.checkpoint)
+            except (KeyError, ValueError):
+                raise CheckpointError(
+                    f"The {self.layout.NAME} tensors of {module} are incomplete or have the wrong "
+                    "rank: quantise the source again."
+                ) from None
+        return found
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The source model's tensor names, sorted."""
+        return tuple(sorted([*(f"{m}.weight" for m in self.quantized), *self.plain]))
+
+    @cached_property
+    def plain(self) -> tuple[str, ...]:
+        """Names of the tensors stored as they were in the source."""
+        owned = {
+            output.name
+            for module, shape in self.quantized.items()
+            for output in self.layout.outputs(module, shape, False)  # type: ignore[union-attr]
+        }
+        return tuple(
+            name
+            for name in sorted(self.checkpoint.tensors)
+            if name not in owned and not (self.quantized and name.endswith(_AUXILIARY_SUFFIXES))
+        )
+
+    @cached_property
+    def auxiliary(self) -> tuple[str, ...]:
+        """Names of stored tensors that belong to the quantisation of activations or KV caches."""
+        return tuple(
+            name
+            for name in sorted(self.checkpoint.tensors)
+            if self.quantized
+            and name.endswith(_AUXILIARY_SUFFIXES)
+            and not name.endswith(".comfy_quant")
+        )
+
+    @cached_property
+    def activations(self) -> bool:
+        """True where static input scales are stored (W4A4)."""
+        return any(name.endswith(_INPUT_SCALE_SUFFIXES) for name in self.auxiliary)
+
+    def stored(self, module: str, activations: bool = False) -> Stored:
+        """The canonical record of a quantised module, on request with its input scale."""
+        assert self.layout is not None
+        shape = self.quantized[module]
+        return self.layout.load(module, shape, self.checkpoint.read, activations)
+
+    def tensor(self, name: str) -> Tensor:
+        """A source tensor: dequantised to fp32, or as stored."""
+        module = name.removesuffix(".weight")
+        if module in self.quantized:
+            return dequantize(self.stored(module).weight)
+        return self.checkpoint.read(name)
+
+
+def open_weights(checkpoint: Checkpoint) -> StoredWeights:
+    """See a checkpoint through the layout its tensor names reveal."""
+    for layout in LAYOUTS.values():
+        if layout.modules(checkpoint.tensors.keys()):
+            return StoredWeights(checkpoint, layout)
+    return StoredWeights(checkpoint, None)

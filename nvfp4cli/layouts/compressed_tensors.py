@@ -1,0 +1,123 @@
+"""`nvfp4-pack-quantized` of compressed-tensors: linear scales, global scale as a DIVISOR.
+
+compressed_tensors/compressors/nvfp4/base.py. Read by vLLM, SGLang, transformers, TensorRT-LLM.
+Engines swizzle the scales when they load; swizzled bytes under these names have the same shape
+wherever N % 128 == 0 and K % 64 == 0, would load without an error and give garbage.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nvfp4cli.checkpoint.reader import Checkpoint
+from nvfp4cli.checkpoint.writer import Output
+from nvfp4cli.formats.nvfp4 import BLOCK, GlobalScale, Quantized
+from nvfp4cli.layouts.record import Contents, Read, Shape, Stored, scalar
+
+NAME = "compressed-tensors"
+SWIZZLED = False
+SINGLE_FILE = False
+INPUT_SCALES = True
+SERVE = "Serve: vllm serve {out}"
+
+_FORMAT = "nvfp4-pack-quantized"
+
+
+def outputs(module: str, shape: Shape, activations: bool) -> tuple[Output, ...]:
+    """weight_packed, weight_scale, weight_global_scale and, with activations, the input's."""
+    n, k = shape
+    found = [
+        Output(f"{module}.weight_packed", torch.uint8, (n, k // 2)),
+        Output(f"{module}.weight_scale", torch.float8_e4m3fn, (n, k // BLOCK)),
+        Output(f"{module}.weight_global_scale", torch.float32, (1,)),
+    ]
+    if activations:
+        found.append(Output(f"{module}.input_global_scale", torch.float32, (1,)))
+    return tuple(found)
+
+
+def export(module: str, stored: Stored) -> dict[str, Tensor]:
+    """The tensors of a module."""
+    weight = stored.weight
+    found = {
+        f"{module}.weight_packed": weight.packed,
+        f"{module}.weight_scale": weight.block_scale,
+        f"{module}.weight_global_scale": scalar(weight.global_scale.divisor, (1,)),
+    }
+    if stored.input_scale is not None:
+        found[f"{module}.input_global_scale"] = scalar(stored.input_scale.divisor, (1,))
+    return found
+
+
+def modules(names: Collection[str]) -> list[str]:
+    """Modules with a weight_packed and an NVFP4 global scale (MXFP4 has none)."""
+    return [
+        name.removesuffix(".weight_packed")
+        for name in names
+        if name.endswith(".weight_packed") and name.removesuffix("packed") + "global_scale" in names
+    ]
+
+
+def shape(module: str, checkpoint: Checkpoint) -> Shape:
+    """From the packed codes."""
+    n, half = checkpoint.tensors[f"{module}.weight_packed"].shape
+    return n, half * 2
+
+
+def load(module: str, shape: Shape, read: Read, activations: bool) -> Stored:
+    """Nothing to reorder."""
+    divisor = read(f"{module}.weight_global_scale").item()
+    weight = Quantized(
+        read(f"{module}.weight_packed"),
+        read(f"{module}.weight_scale"),
+        GlobalScale.from_divisor(divisor),
+    )
+    if not activations:
+        return Stored(weight)
+    return Stored(weight, GlobalScale.from_divisor(read(f"{module}.input_global_scale").item()))
+
+
+def header_metadata(
+    quantized: Mapping[str, Shape], plain: Collection[str], dtype: torch.dtype
+) -> dict[str, str]:
+    """Nothing beyond the names."""
+    return {}
+
+
+def quantization_config(contents: Contents) -> dict[str, Any]:
+    """The subset that old and new engines accept.
+
+    `scale_dtype` and `zp_dtype` are left out: schemas before compressed-tensors 0.13 forbid them
+    and later ones do not need them.
+    """
+    weights = {
+        "num_bits": 4,
+        "type": "float",
+        "strategy": "tensor_group",
+        "group_size": BLOCK,
+        "symmetric": True,
+        "dynamic": False,
+    }
+    group = {
+        "targets": ["Linear"],
+        "weights": weights,
+        "input_activations": {**weights, "dynamic": "local"} if contents.activations else None,
+        "output_activations": None,
+        "format": _FORMAT,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": _FORMAT,
+        "quantization_status": "compressed",
+        "global_compression_ratio": None,
+        "kv_cache_scheme": None,
+        "ignore": sorted(contents.kept),
+        "config_groups": {"group_0": group},
+    }
+
+
+def extra_files(contents: Contents) -> dict[str, dict[str, Any]]:
+    """None."""
+    return {}

@@ -1,0 +1,115 @@
+"""ModelOpt's Hugging Face export: linear scales, global scale as a MULTIPLIER.
+
+modelopt/torch/quantization/qtensor/nvfp4_tensor.py. Read by vLLM, SGLang, TensorRT-LLM.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nvfp4cli.checkpoint.reader import Checkpoint
+from nvfp4cli.checkpoint.writer import Output
+from nvfp4cli.formats.nvfp4 import BLOCK, GlobalScale, Quantized
+from nvfp4cli.layouts.record import Contents, Read, Shape, Stored, scalar
+
+NAME = "modelopt"
+SWIZZLED = False
+SINGLE_FILE = False
+INPUT_SCALES = True
+SERVE = "Serve: vllm serve {out} --quantization modelopt"
+
+# Engines read "modelopt" as the producer of the convention, not of the file.
+_PRODUCER = {"name": "modelopt", "version": "0.47.0"}
+
+
+def outputs(module: str, shape: Shape, activations: bool) -> tuple[Output, ...]:
+    """weight, weight_scale, weight_scale_2 and, with activations, input_scale."""
+    n, k = shape
+    found = [
+        Output(f"{module}.weight", torch.uint8, (n, k // 2)),
+        Output(f"{module}.weight_scale", torch.float8_e4m3fn, (n, k // BLOCK)),
+        Output(f"{module}.weight_scale_2", torch.float32, ()),
+    ]
+    if activations:
+        found.append(Output(f"{module}.input_scale", torch.float32, ()))
+    return tuple(found)
+
+
+def export(module: str, stored: Stored) -> dict[str, Tensor]:
+    """The tensors of a module."""
+    weight = stored.weight
+    found = {
+        f"{module}.weight": weight.packed,
+        f"{module}.weight_scale": weight.block_scale,
+        f"{module}.weight_scale_2": scalar(weight.global_scale.multiplier, ()),
+    }
+    if stored.input_scale is not None:
+        found[f"{module}.input_scale"] = scalar(stored.input_scale.multiplier, ())
+    return found
+
+
+def modules(names: Collection[str]) -> list[str]:
+    """Modules with a weight_scale_2 and no comfy_quant marker."""
+    return [
+        name.removesuffix(".weight_scale_2")
+        for name in names
+        if name.endswith(".weight_scale_2")
+        and name.removesuffix("weight_scale_2") + "comfy_quant" not in names
+    ]
+
+
+def shape(module: str, checkpoint: Checkpoint) -> Shape:
+    """From the packed codes."""
+    n, half = checkpoint.tensors[f"{module}.weight"].shape
+    return n, half * 2
+
+
+def load(module: str, shape: Shape, read: Read, activations: bool) -> Stored:
+    """Nothing to reorder."""
+    weight = Quantized(
+        read(f"{module}.weight"),
+        read(f"{module}.weight_scale"),
+        GlobalScale.from_multiplier(read(f"{module}.weight_scale_2").item()),
+    )
+    if not activations:
+        return Stored(weight)
+    return Stored(weight, GlobalScale.from_multiplier(read(f"{module}.input_scale").item()))
+
+
+def header_metadata(
+    quantized: Mapping[str, Shape], plain: Collection[str], dtype: torch.dtype
+) -> dict[str, str]:
+    """Nothing beyond the names."""
+    return {}
+
+
+def quantization_config(contents: Contents) -> dict[str, Any]:
+    """The form inlined in config.json (modelopt/torch/export/convert_hf_config.py)."""
+    values = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK}
+    group: dict[str, Any] = {"weights": values, "targets": ["Linear"]}
+    if contents.activations:
+        group["input_activations"] = values
+    return {
+        "quant_method": "modelopt",
+        "quant_algo": _algorithm(contents),
+        "ignore": sorted(contents.kept),
+        "config_groups": {"group_0": group},
+        "producer": _PRODUCER,
+    }
+
+
+def extra_files(contents: Contents) -> dict[str, dict[str, Any]]:
+    """hf_quant_config.json, which TensorRT-LLM and older engines read."""
+    quantization = {
+        "quant_algo": _algorithm(contents),
+        "kv_cache_quant_algo": None,
+        "group_size": BLOCK,
+        "exclude_modules": sorted(contents.kept),
+    }
+    return {"hf_quant_config.json": {"producer": _PRODUCER, "quantization": quantization}}
+
+
+def _algorithm(contents: Contents) -> str:
+    return "NVFP4" if contents.activations else "W4A16_NVFP4"

@@ -1,0 +1,126 @@
+"""torchao's NVFP4Tensor flattened into safetensors: SWIZZLED scales, MULTIPLIER.
+
+torchao/prototype/safetensors/safetensors_support.py. Read by transformers and vLLM as it is.
+"""
+
+import json
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nvfp4cli.checkpoint.reader import Checkpoint
+from nvfp4cli.checkpoint.writer import Output
+from nvfp4cli.errors import UnsupportedError
+from nvfp4cli.formats import swizzle
+from nvfp4cli.formats.nvfp4 import BLOCK, GlobalScale, Quantized
+from nvfp4cli.layouts.record import Contents, Read, Shape, Stored, scalar
+
+NAME = "torchao"
+SWIZZLED = True
+SINGLE_FILE = False
+INPUT_SCALES = False  # transformers' loader does not know the name of the activation scale
+SERVE = "Serve: vllm serve {out}"
+
+_QDATA = "._weight_qdata"
+_SCALE = "._weight_scale"
+_PER_TENSOR = "._weight_per_tensor_scale"
+
+
+def outputs(module: str, shape: Shape, activations: bool) -> tuple[Output, ...]:
+    """qdata, scale and per_tensor_scale.
+
+    The swizzled scales are given torchao's shape [32 * row tiles, 16 * column tiles].
+    """
+    if activations:
+        raise UnsupportedError(
+            "The torchao layout cannot hold static input scales: choose compressed-tensors or "
+            "modelopt."
+        )
+    n, k = shape
+    return (
+        Output(module + _QDATA, torch.uint8, (n, k // 2)),
+        Output(module + _SCALE, torch.float8_e4m3fn, _scale_shape(shape)),
+        Output(module + _PER_TENSOR, torch.float32, ()),
+    )
+
+
+def export(module: str, stored: Stored) -> dict[str, Tensor]:
+    """The tensors of a module."""
+    weight = stored.weight
+    return {
+        module + _QDATA: weight.packed,
+        module + _SCALE: swizzle.swizzle(weight.block_scale).view(_scale_shape(weight.shape)),
+        module + _PER_TENSOR: scalar(weight.global_scale.multiplier, ()),
+    }
+
+
+def modules(names: Collection[str]) -> list[str]:
+    """Modules with a qdata."""
+    return [name.removesuffix(_QDATA) for name in names if name.endswith(_QDATA)]
+
+
+def shape(module: str, checkpoint: Checkpoint) -> Shape:
+    """From the packed codes."""
+    n, half = checkpoint.tensors[module + _QDATA].shape
+    return n, half * 2
+
+
+def load(module: str, shape: Shape, read: Read, activations: bool) -> Stored:
+    """Unswizzle the scales."""
+    n, k = shape
+    return Stored(
+        Quantized(
+            read(module + _QDATA),
+            swizzle.unswizzle(read(module + _SCALE), n, k // BLOCK),
+            GlobalScale.from_multiplier(read(module + _PER_TENSOR).item()),
+        )
+    )
+
+
+def header_metadata(
+    quantized: Mapping[str, Shape], plain: Collection[str], dtype: torch.dtype
+) -> dict[str, str]:
+    """A description of each tensor subclass, under the weight's name, and the list of all."""
+    description = {
+        "_type": "NVFP4Tensor",
+        "_data": {
+            "block_size": BLOCK,
+            "orig_dtype": {"_type": "torch.dtype", "_data": str(dtype).removeprefix("torch.")},
+            "is_swizzled_scales": True,
+            "use_triton_kernel": False,
+            "act_quant_kwargs": None,
+        },
+        "_tensor_data_names": ["qdata", "scale", "per_tensor_scale"],
+    }
+    weights = [f"{module}.weight" for module in quantized]
+    entries = {name: json.dumps(description) for name in weights}
+    entries |= {name: json.dumps({"_type": "Tensor"}) for name in plain}
+    return {**entries, "tensor_names": json.dumps(sorted(entries))}
+
+
+def quantization_config(contents: Contents) -> dict[str, Any]:
+    """transformers' TorchAoConfig. vLLM reads only the key "default" of quant_type."""
+    config = {
+        "_type": "NVFP4WeightOnlyConfig",
+        "_version": 1,
+        "_data": {"use_dynamic_per_tensor_scale": True},
+    }
+    return {
+        "quant_method": "torchao",
+        "quant_type": {"default": config},
+        "modules_to_not_convert": sorted(contents.kept),
+        "include_input_output_embeddings": False,
+        "untie_embedding_weights": False,
+    }
+
+
+def extra_files(contents: Contents) -> dict[str, dict[str, Any]]:
+    """None."""
+    return {}
+
+
+def _scale_shape(shape: Shape) -> Shape:
+    rows, columns = swizzle.padded_shape(shape[0], shape[1] // BLOCK)
+    return rows // 4, columns * 4

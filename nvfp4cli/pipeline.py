@@ -1,0 +1,251 @@
+"""Carry out a plan: read, fold, quantise, repack, write, one job after the other.
+
+While a job is computed the next one is read and the last one written, so memory holds two jobs at
+most whatever the model's size.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from nvfp4cli import __version__, kernels
+from nvfp4cli.checkpoint import writer
+from nvfp4cli.checkpoint.output import OutputFolder
+from nvfp4cli.checkpoint.reader import sidecars
+from nvfp4cli.checkpoint.writer import ShardWriter
+from nvfp4cli.errors import CheckpointError, WeightError
+from nvfp4cli.formats import nvfp4
+from nvfp4cli.layouts.record import Stored
+from nvfp4cli.plan.record import Job, Member, Plan
+from nvfp4cli.rotate import fold
+
+# Kept tensors pass through in pieces of this size, edited ones in row tiles of it.
+_PIECE_BYTES = 16 << 20
+
+
+@dataclass(frozen=True)
+class Event:
+    """Progress for the user: bytes of source done and in all, or a warning to show."""
+
+    kind: Literal["progress", "warning"]
+    done: int = 0
+    total: int = 0
+    stage: str = ""
+    message: str = ""
+
+
+def run(plan: Plan, out: Path, *, resume: bool = False, device: str = "cpu") -> Iterator[Event]:
+    """Write the checkpoint of `plan` into the folder `out`.
+
+    resume: continue a killed run, refused unless source, recipe and version are the same; the
+    bytes are those of an uninterrupted run. device: where weights are folded and quantised.
+
+    A weight that cannot be quantised leaves no output. Any other interruption leaves the complete
+    shards for `resume`.
+    """
+    source = plan.weights.checkpoint.folder
+    with OutputFolder(out, source, _fingerprint(plan), resume) as folder:
+        try:
+            yield from _write(plan, out, device)
+        except WeightError:
+            folder.discard()
+            raise
+        except OSError as error:
+            raise CheckpointError(
+                f"Writing to {out} failed ({error.strerror}): mend the cause and continue with "
+                "--resume."
+            ) from error
+        folder.finish()
+
+
+def _write(plan: Plan, out: Path, device: str) -> Iterator[Event]:
+    """Shards, then sidecars, then what makes the folder loadable: config.json and the index."""
+    source = plan.weights.checkpoint.folder
+    done = [shard.file for shard in plan.shards if (out / shard.file).exists()]
+    written = sum((out / file).stat().st_size for file in done)
+    writer.check_disk(out, plan.output_bytes - written)
+    shards = writer.ShardWriter(out, plan.shards, done)
+    try:
+        yield from _work(plan, shards, device)
+    finally:
+        shards.close()
+    for name in sidecars(source):
+        writer.copy_file(source / name, out / name)
+    for name, text in sorted(plan.files.items(), key=lambda item: item[0] == "config.json"):
+        writer.write_text(out / name, text)
+    writer.write_index(out, plan.shards)
+
+
+def _fingerprint(plan: Plan) -> dict[str, Any]:
+    """What must not change between a run and its resumption."""
+    checkpoint = plan.weights.checkpoint
+    files = {}
+    for file in checkpoint.metadata:
+        status = (checkpoint.folder / file).stat()
+        files[file] = [status.st_size, status.st_mtime_ns]
+    tensors = [repr(info) for info in checkpoint.tensors.values()]
+    content = json.dumps([files, tensors, checkpoint.config], sort_keys=True)
+    return {
+        "version": __version__,
+        "recipe": plan.recipe.to_dict(),
+        "source": hashlib.sha256(content.encode()).hexdigest(),
+        "architecture spec": hashlib.sha256(plan.facts.spec_text.encode()).hexdigest(),
+    }
+
+
+def _work(plan: Plan, shards: ShardWriter, device: str) -> Iterator[Event]:
+    """Every job with an unwritten tensor, the next one being read and the last one written."""
+    jobs = [job for job in plan.jobs if _wanted(job, shards)]
+    total = plan.source_bytes
+    done = total - sum(job.source_bytes for job in jobs)
+    with ThreadPoolExecutor(1) as read_pool, ThreadPoolExecutor(1) as write_pool:
+        ahead = read_pool.submit(_load, plan, jobs[0]) if jobs else None
+        writing: list[Future[None]] = []
+        for number, job in enumerate(jobs):
+            assert ahead is not None
+            loaded = ahead.result()
+            if number + 1 < len(jobs):
+                ahead = read_pool.submit(_load, plan, jobs[number + 1])
+            results, warnings = _compute(plan, job, loaded, device)
+            while len(writing) > 1:
+                writing.pop(0).result()
+            writing.append(write_pool.submit(_emit, plan, job, results, shards))
+            done += job.source_bytes
+            for message in warnings:
+                yield Event("warning", message=message)
+            yield Event("progress", done, total, job.stage)
+        for future in writing:
+            future.result()
+
+
+def _wanted(job: Job, shards: ShardWriter) -> bool:
+    return any(shards.wants(output.name) for m in job.members for output in m.outputs)
+
+
+def _streamed(member: Member) -> bool:
+    """True for a tensor that passes through in pieces and is never whole in memory."""
+    if member.action == "copy":
+        return True
+    return (
+        member.action == "edit"
+        and len(member.shape) == 2
+        and all(edit.row_local for edit in member.edits)
+    )
+
+
+def _load(plan: Plan, job: Job) -> list[Tensor | Stored | None]:
+    """The data of each member; None for one that is streamed while it is written."""
+    loaded: list[Tensor | Stored | None] = []
+    for member in job.members:
+        if member.action == "repack":
+            loaded.append(plan.weights.stored(member.module, plan.weights.activations))
+        elif _streamed(member):
+            loaded.append(None)
+        else:
+            loaded.append(plan.weights.checkpoint.read(member.source.name))
+    return loaded
+
+
+def _compute(
+    plan: Plan, job: Job, loaded: list[Tensor | Stored | None], device: str
+) -> tuple[list[dict[str, Tensor]], list[str]]:
+    """The output tensors of each member (none for a streamed one), and warnings."""
+    if job.members[0].action == "quantize":
+        tensors = [t for t in loaded if isinstance(t, Tensor)]
+        return _quantize(plan, job, [t.to(device) for t in tensors])
+    results: list[dict[str, Tensor]] = []
+    for member, data in zip(job.members, loaded, strict=True):
+        if isinstance(data, Stored):
+            assert plan.layout is not None
+            results.append(plan.layout.export(member.module, data))
+        elif data is not None:
+            edited = fold.apply(data.to(device), member.edits, plan.weights.checkpoint.read)
+            results.append({member.name: _rounded(edited, member)})
+        else:
+            results.append({})
+    return results, []
+
+
+def _quantize(
+    plan: Plan, job: Job, tensors: list[Tensor]
+) -> tuple[list[dict[str, Tensor]], list[str]]:
+    """Fold and quantise the members of a group under one global scale."""
+    read = plan.weights.checkpoint.read
+    sources = list(tensors)
+    for i, member in enumerate(job.members):
+        if member.edits:
+            tensors[i] = fold.apply(tensors[i], member.edits, read)
+        if tensors[i].dtype == torch.float64:
+            tensors[i] = tensors[i].to(torch.float32)  # NVFP4 is computed in fp32
+    maxima = [kernels.amax(tensor) for tensor in tensors]
+    if not all(math.isfinite(a) for a in maxima):
+        for member, tensor in zip(job.members, sources, strict=True):
+            nvfp4.check_finite(tensor, member.name)
+        for member in job.members:
+            for edit in member.edits:
+                for name in edit.reads:
+                    nvfp4.check_finite(read(name), name)
+    del sources
+    group = max(maxima)
+    scale = nvfp4.GlobalScale.from_amax(group)
+    assert plan.layout is not None
+    results, warnings = [], []
+    for i, member in enumerate(job.members):
+        if nvfp4.vanishes(maxima[i]):
+            size = "holds only zeros" if maxima[i] == 0 else f"is at most {maxima[i]:.1e}"
+            warnings.append(f"{member.name} {size}: it is stored as zeros.")
+        if nvfp4.vanishes(group):
+            quantized = nvfp4.zeros(*member.source.shape)
+        else:
+            quantized = kernels.quantize(tensors[i], scale)
+        results.append(plan.layout.export(member.module, Stored(quantized)))
+    return results, warnings
+
+
+def _rounded(edited: Tensor, member: Member) -> Tensor:
+    """Round once to the stored dtype, refusing what does not fit it."""
+    dtype = member.outputs[0].dtype
+    rounded = edited.to(dtype)
+    if not torch.isfinite(rounded).all():
+        nvfp4.check_finite(edited, member.name)
+        raise WeightError(
+            f"{member.name} leaves the range of {str(dtype).removeprefix('torch.')} when it is "
+            "folded: store it wider with --dtype bfloat16 or float32."
+        )
+    return rounded
+
+
+def _emit(plan: Plan, job: Job, results: list[dict[str, Tensor]], shards: ShardWriter) -> None:
+    for member, tensors in zip(job.members, results, strict=True):
+        if not shards.wants(member.outputs[0].name):
+            continue
+        for name, tensor in tensors.items():
+            shards.write(name, tensor)
+        if not tensors:
+            _stream(plan, member, shards)
+
+
+def _stream(plan: Plan, member: Member, shards: ShardWriter) -> None:
+    """Pass a tensor through in pieces: its bytes as they are, or row tiles of a row-local edit."""
+    checkpoint, info = plan.weights.checkpoint, member.source
+    if member.action == "copy":
+        for start in range(0, info.nbytes, _PIECE_BYTES):
+            data = checkpoint.read_bytes(info, start, min(start + _PIECE_BYTES, info.nbytes))
+            shards.write_bytes(member.name, start, data)
+        return
+    rows, columns = info.shape
+    step = max(1, _PIECE_BYTES // (4 * columns))
+    row_bytes = columns * member.outputs[0].dtype.itemsize
+    for start in range(0, rows, step):
+        tile = checkpoint.read_rows(info.name, start, min(start + step, rows))
+        edited = fold.apply(tile, member.edits, checkpoint.read)
+        data = _rounded(edited, member).reshape(-1)
+        shards.write_bytes(member.name, start * row_bytes, data)

@@ -1,0 +1,98 @@
+"""From jobs to a finished plan: shards, configuration files, the record of the run."""
+
+import copy
+import json
+from typing import Any
+
+import torch
+import yaml
+
+from nvfp4cli import __version__
+from nvfp4cli.checkpoint.writer import make_shards
+from nvfp4cli.layouts import StoredWeights
+from nvfp4cli.layouts.record import Contents, Layout
+from nvfp4cli.plan.record import Facts, Job, Member, Plan
+from nvfp4cli.recipe import Recipe
+
+RECORD_FILE = "nvfp4.yaml"
+
+
+def assemble(
+    weights: StoredWeights, recipe: Recipe, layout: Layout | None, jobs: list[Job], facts: Facts
+) -> Plan:
+    """Deal the outputs into shards and compose every file that stands beside them."""
+    members = [member for job in jobs for member in job.members]
+    quantized = [m.module for m in members if m.action in ("quantize", "repack")]
+    contents = Contents(quantized, facts.kept, activations=_activations(weights))
+
+    dtype = _original_dtype(members, recipe, weights.checkpoint.config)
+
+    def metadata(numbers: list[int]) -> dict[str, str]:
+        return _header_metadata([members[i] for i in numbers], layout, dtype)
+
+    limit = None if layout is not None and layout.SINGLE_FILE else recipe.max_shard_bytes
+    shards = make_shards([m.outputs for m in members], limit, metadata)
+    config = _config(weights.checkpoint.config, recipe, layout, contents, facts.untied)
+    files = {"config.json": config, **(layout.extra_files(contents) if layout else {})}
+    texts = {name: json.dumps(value, indent=2) + "\n" for name, value in files.items()}
+    record = {
+        "nvfp4_version": __version__,
+        "model": facts.model,
+        "rotation": facts.rotation,
+        "recipe": recipe.to_dict(),
+    }
+    texts[RECORD_FILE] = yaml.safe_dump(record, sort_keys=False)
+    return Plan(weights, recipe, layout, tuple(jobs), tuple(shards), texts, facts)
+
+
+def _activations(weights: StoredWeights) -> bool:
+    return weights.layout is not None and weights.activations
+
+
+def _header_metadata(
+    members: list[Member], layout: Layout | None, dtype: torch.dtype
+) -> dict[str, str]:
+    if layout is None:
+        return {}
+    quantized = [m for m in members if m.action in ("quantize", "repack")]
+    plain = [m.name for m in members if m.action not in ("quantize", "repack")]
+    shapes = {m.module: (m.shape[0], m.shape[1]) for m in quantized}
+    return layout.header_metadata(shapes, plain, dtype)
+
+
+def _original_dtype(members: list[Member], recipe: Recipe, config: dict[str, Any]) -> torch.dtype:
+    """What the quantised weights dequantise to: the dtype that the model computes in."""
+    if recipe.dtype != "source":
+        name = recipe.dtype
+    else:
+        sources = {m.source.dtype for m in members if m.action == "quantize"}
+        if len(sources) == 1:
+            return sources.pop()
+        name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
+    dtype = getattr(torch, str(name), None)
+    return dtype if isinstance(dtype, torch.dtype) else torch.bfloat16
+
+
+def _config(
+    source: dict[str, Any],
+    recipe: Recipe,
+    layout: Layout | None,
+    contents: Contents,
+    untied: bool,
+) -> dict[str, Any]:
+    """The source's config.json with the quantisation, and with what the run changed, stated."""
+    config = copy.deepcopy(source)
+    config.pop("quantization_config", None)
+    levels = [config]
+    if isinstance(config.get("text_config"), dict):
+        levels.append(config["text_config"])
+    for level in levels:
+        if untied:
+            # Which level wins depends on the model class, so both must say it.
+            level["tie_word_embeddings"] = False
+        if recipe.dtype != "source":
+            keys = [key for key in ("dtype", "torch_dtype") if key in level] or ["dtype"]
+            level.update(dict.fromkeys(keys, recipe.dtype))
+    if layout is not None and (quantization := layout.quantization_config(contents)):
+        config["quantization_config"] = quantization
+    return config

@@ -1,0 +1,147 @@
+"""A plan: every decision of a run, made from headers alone before any tensor data is read."""
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Literal
+
+import torch
+
+from nvfp4cli.checkpoint.reader import TensorInfo
+from nvfp4cli.checkpoint.writer import Output, Shard
+from nvfp4cli.layouts import StoredWeights
+from nvfp4cli.layouts.record import Layout
+from nvfp4cli.recipe import Recipe
+from nvfp4cli.rotate.fold import Edit
+
+# quantize: edits, then NVFP4. edit: edits, rounded once to `dtype`. copy: the source's bytes.
+# repack: a quantised weight from one layout to another.
+Action = Literal["quantize", "edit", "copy", "repack"]
+
+
+@dataclass(frozen=True)
+class Member:
+    """One weight of the source and what becomes of it.
+
+    name: the source model's name of the tensor. source: where it is read from, which is another
+    tensor for a head that R1 unties. reason: of the decision, for people. edits: in order.
+    outputs: what is written, all in one file.
+    """
+
+    name: str
+    source: TensorInfo
+    shape: tuple[int, ...]
+    action: Action
+    reason: str
+    edits: tuple[Edit, ...]
+    outputs: tuple[Output, ...]
+
+    @property
+    def module(self) -> str:
+        """The module that owns the tensor."""
+        return self.name.rpartition(".")[0]
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes written for this weight."""
+        return sum(output.nbytes for output in self.outputs)
+
+
+@dataclass(frozen=True)
+class Job:
+    """The unit of work: weights that share one global scale, or a single tensor.
+
+    Members may lie in different source files. stage: the part of the model, "embedding",
+    "layer 3" or "head"; jobs are in the order of a forward pass.
+    """
+
+    stage: str
+    members: tuple[Member, ...]
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes read."""
+        return sum(member.source.nbytes for member in self.members)
+
+
+@dataclass(frozen=True)
+class Facts:
+    """What the configuration files and the record of the run say beyond the jobs.
+
+    model: the name the user gave. rotation: kind, seed and sizes. kept: linear modules that stay
+    in the source dtype. untied: the output head no longer reuses the embedding. spec_text: the
+    architecture spec used.
+    """
+
+    model: str
+    rotation: dict[str, Any]
+    kept: tuple[str, ...]
+    untied: bool
+    warnings: tuple[str, ...]
+    next_step: str  # the command that serves the output, with {out} for its folder
+    spec_text: str
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that `pipeline.run` needs.
+
+    files: JSON and YAML files to write, name -> text, config.json among them.
+    """
+
+    weights: StoredWeights
+    recipe: Recipe
+    layout: Layout | None  # None: nothing is quantised
+    jobs: tuple[Job, ...]
+    shards: tuple[Shard, ...]
+    files: dict[str, str]
+    facts: Facts
+
+    @cached_property
+    def members(self) -> tuple[Member, ...]:
+        """All weights in job order."""
+        return tuple(member for job in self.jobs for member in job.members)
+
+    @property
+    def source_bytes(self) -> int:
+        """Bytes of tensor data to read."""
+        return sum(job.source_bytes for job in self.jobs)
+
+    @property
+    def output_bytes(self) -> int:
+        """Bytes of all shards."""
+        return sum(shard.size for shard in self.shards)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Largest memory use above the interpreter's own, estimated.
+
+        Two jobs are in memory at once (one is read while the other is worked on), plus, for
+        edited weights, fp32 copies of one of them, plus the outputs of two.
+        """
+        largest = 0
+        for job in self.jobs:
+            wide = sum(m.source.numel * 4 * 3 for m in job.members if m.edits and m.source.shape)
+            streamed = all(m.action == "copy" for m in job.members)
+            outputs = sum(m.output_bytes for m in job.members)
+            largest = max(largest, 0 if streamed else 2 * job.source_bytes + wide + 2 * outputs)
+        return largest + SCRATCH_BYTES
+
+    def totals(self) -> dict[str, Any]:
+        """Parameters, quantised parameters, bits per parameter and bytes of the output."""
+        parameters = sum(_numel(m.shape) for m in self.members)
+        quantized = sum(_numel(m.shape) for m in self.members if m.action in ("quantize", "repack"))
+        data = sum(m.output_bytes for m in self.members)
+        return {
+            "parameters": parameters,
+            "quantized_parameters": quantized,
+            "bits_per_parameter": 8 * data / parameters if parameters else 0.0,
+            "bytes": data,
+        }
+
+
+# Tiles of the encoder in each worker thread and the buffers of streamed copies.
+SCRATCH_BYTES = 64 << 20
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return int(torch.Size(shape).numel())

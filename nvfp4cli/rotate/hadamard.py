@@ -1,0 +1,279 @@
+"""Orthogonal matrices for the offline rotations R1 (hidden size) and R2 (head size).
+
+Hadamard matrices come from three constructions, without tables: doubling (Sylvester 1867) and the
+two of Paley, "On orthogonal matrices" (1933). With a prime q they give the orders 2^k, q + 1 for
+q = 3 mod 4 and 2(q + 1) for q = 1 mod 4; a Kronecker product of two Hadamard matrices is one too.
+"""
+
+import hashlib
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from nvfp4cli.errors import RecipeError, UnsupportedError
+
+KINDS = ("hadamard", "block", "qr")
+BLOCKS = (128, 64, 32, 16)  # a multiple of the 16 values that share an NVFP4 scale
+
+_CHUNK = 1 << 22  # elements rotated at a time: 16 MiB in fp32, so temporaries stay small beside x
+
+
+def supported(n: int) -> bool:
+    """True where `hadamard(n)` exists."""
+    return _balanced_orders(n) is not None
+
+
+def hadamard(n: int) -> Tensor:
+    """Hadamard matrix of order n: int8 [n, n], entries +-1, H H^T = n I. Not always symmetric.
+
+    Raises UnsupportedError where no construction gives the order.
+    """
+    return torch.kron(*hadamard_factors(n))
+
+
+def hadamard_factors(n: int) -> tuple[Tensor, Tensor]:
+    """int8 [a, a] and [b, b] Hadamard matrices with a b = n, whose Kronecker product has order n.
+
+    Where one Paley matrix suffices, b is a power of two. Of all such pairs a + b, the cost of
+    applying them, is the smallest: 8192 = 128 x 64, 2880 = 180 x 16, 5120 = 80 x 64. Only where
+    it does not, both factors hold a Paley matrix: 1360 = 68 x 20.
+
+    Raises UnsupportedError where no construction gives the order.
+    """
+    orders = _balanced_orders(n)
+    if orders is None:
+        raise UnsupportedError(
+            f"There is no Hadamard matrix of size {n} here, because {n} is not a power of two "
+            "times at most two Paley orders (q + 1 for a prime q = 3 mod 4, 2(q + 1) for a prime "
+            f"q = 1 mod 4): use {_alternatives(n)}."
+        )
+    left, right = orders
+    return _single_paley(left), _single_paley(right)
+
+
+def _alternatives(n: int) -> str:
+    """The options that rotate size n without a Hadamard matrix of order n."""
+    block = next((b for b in BLOCKS if n % b == 0), None)
+    block_option = f"--rotation-kind block-{block} or " if block else ""
+    return f"{block_option}--rotation-kind qr"
+
+
+def _balanced_orders(n: int) -> tuple[int, int] | None:
+    def preference(orders: tuple[int, int]) -> tuple[bool, int, int]:
+        left, right = orders
+        return not _is_power_of_two(right), left + right, right
+
+    pairs = ((a, n // a) for a in range(1, n + 1) if n % a == 0)
+    buildable = (pair for pair in pairs if all(_paley_order(order) for order in pair))
+    return min(buildable, key=preference, default=None)
+
+
+def _paley_order(n: int) -> int:
+    """The smallest order of a Paley matrix, or 1, that times a power of two is n; 0 if none is."""
+    if _is_power_of_two(n):
+        return 1
+    # Both constructions give multiples of 4, and every candidate has the odd part of n.
+    order = 4 * (n // (n & -n))
+    while n % order == 0:
+        if _is_paley_1(order) or _is_paley_2(order):
+            return order
+        order *= 2
+    return 0
+
+
+def _is_power_of_two(n: int) -> bool:
+    return n & (n - 1) == 0
+
+
+def _is_paley_1(order: int) -> bool:
+    return order % 4 == 0 and _is_prime(order - 1)
+
+
+def _is_paley_2(order: int) -> bool:
+    return order % 8 == 4 and _is_prime(order // 2 - 1)
+
+
+def _is_prime(q: int) -> bool:
+    return q > 1 and all(q % p for p in range(2, math.isqrt(q) + 1))
+
+
+def _single_paley(n: int) -> Tensor:
+    """int8 [n, n]: a Paley matrix (or [[1]]) doubled until it has order n."""
+    order = _paley_order(n)
+    if order == 1:
+        matrix = torch.ones(1, 1, dtype=torch.int8)
+    elif _is_paley_1(order):
+        matrix = _paley_1(order - 1)
+    else:
+        matrix = _paley_2(order // 2 - 1)
+    doubling = torch.tensor([[1, 1], [1, -1]], dtype=torch.int8)
+    while len(matrix) < n:
+        matrix = torch.kron(matrix, doubling)
+    return matrix
+
+
+def _paley_1(q: int) -> Tensor:
+    """int8 [q + 1, q + 1] for a prime q = 3 mod 4: I + S with S skew and S S^T = q I."""
+    skew = _bordered_jacobsthal(q)
+    skew[1:, 0] = -1
+    return skew + torch.eye(q + 1, dtype=torch.int8)
+
+
+def _paley_2(q: int) -> Tensor:
+    """int8 [2(q + 1), 2(q + 1)] for a prime q = 1 mod 4, from C symmetric with C C^T = q I."""
+    conference = _bordered_jacobsthal(q)
+    off_diagonal = torch.tensor([[1, 1], [1, -1]], dtype=torch.int8)
+    on_diagonal = torch.tensor([[1, -1], [-1, -1]], dtype=torch.int8)
+    identity = torch.eye(q + 1, dtype=torch.int8)
+    return torch.kron(conference, off_diagonal) + torch.kron(identity, on_diagonal)
+
+
+def _bordered_jacobsthal(q: int) -> Tensor:
+    """int8 [q + 1, q + 1] of a prime q: chi(i - j) inside a border of ones, the corner zero.
+
+    chi is the quadratic character: 0 at 0, 1 at the squares modulo q, -1 elsewhere.
+    """
+    residues = torch.arange(q)
+    chi = torch.full((q,), -1, dtype=torch.int8)
+    chi[residues**2 % q] = 1
+    chi[0] = 0
+    bordered = torch.ones(q + 1, q + 1, dtype=torch.int8)
+    bordered[1:, 1:] = chi[(residues[:, None] - residues) % q]
+    bordered[0, 0] = 0
+    return bordered
+
+
+def derive_seed(seed: int, *labels: str | int) -> int:
+    """63-bit seed of one purpose, e.g. ("r1",) or ("r2", layer, kv_head); stable for ever.
+
+    SHA-256 of the JSON list of the arguments, which keeps 1 apart from "1" and "ab" from "a", "b".
+    """
+    digest = hashlib.sha256(json.dumps([seed, *labels]).encode()).digest()
+    return int.from_bytes(digest[:8], "big") >> 1
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """The orthogonal matrix R = diag(signs) (I kron left kron right) * scale, of shape [n, n].
+
+    kind, size (n), seed and block (None unless kind is "block") determine it; build it with `make`.
+    signs: int8 [n]. left [a, a] and right [b, b]: int8, where a b divides n and the identity fills
+    the rest; for kind "qr" right is float64 [n, n]. scale makes R orthogonal.
+    """
+
+    kind: str
+    size: int
+    seed: int
+    block: int | None
+    signs: Tensor = field(repr=False, compare=False)
+    left: Tensor = field(repr=False, compare=False)
+    right: Tensor = field(repr=False, compare=False)
+    scale: float = field(repr=False, compare=False)
+
+    def apply_right(self, x: Tensor) -> Tensor:
+        """x @ R for x [..., n], fp32 or fp64 on any device; a new contiguous tensor."""
+        self._check(x, axis=-1)
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self._rotate_rows(x.reshape(-1, self.size), y.view(-1, self.size))
+        return y
+
+    def apply_left_transposed(self, x: Tensor) -> Tensor:
+        """R^T @ x for x [n, m], fp32 or fp64 on any device; a new contiguous tensor."""
+        self._check(x, axis=0)
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        self._rotate_rows(x.T, y.T)  # R^T x = (x^T R)^T
+        return y
+
+    def apply_right_transposed(self, x: Tensor) -> Tensor:
+        """x @ R^T for x [..., n], the inverse of `apply_right` up to rounding."""
+        self._check(x, axis=-1)
+        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        signs = self.signs.to(x) * self.scale
+        for source, target in self._chunks(x.reshape(-1, self.size), y.view(-1, self.size)):
+            target.copy_(_multiply(source, self.left.T, self.right.T) * signs)
+        return y
+
+    def dense(self, dtype: torch.dtype = torch.float64) -> Tensor:
+        """R itself, [n, n]; for inspection, since applying the factors needs less."""
+        product = torch.kron(self.left.double(), self.right.double())
+        identity = torch.eye(self.size // len(product), dtype=torch.float64)
+        return (self.signs[:, None] * torch.kron(identity, product) * self.scale).to(dtype)
+
+    def _rotate_rows(self, x: Tensor, y: Tensor) -> None:
+        """Write x @ R into y, both [m, n]."""
+        signs = self.signs.to(x) * self.scale
+        for source, target in self._chunks(x, y):
+            target.copy_(_multiply(source * signs, self.left, self.right))
+
+    def _chunks(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        rows = max(1, _CHUNK // self.size)
+        return zip(x.split(rows), y.split(rows), strict=True)
+
+    def _check(self, x: Tensor, axis: int) -> None:
+        if x.dtype not in (torch.float32, torch.float64):
+            # A fold in bf16 arithmetic is off by 3.0e-3, in fp32 by 2.2e-7.
+            raise TypeError(f"rotations are applied in float32 or float64, not {x.dtype}")
+        if x.shape[axis] != self.size:
+            raise ValueError(f"axis {axis} of {tuple(x.shape)} is not the rotation's {self.size}")
+
+
+def _multiply(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
+    """x (I kron left kron right) for x [m, n], left [a, a], right [b, b], a b dividing n.
+
+    A row holds matrices X [a, b], row-major, and X becomes left^T X right: 2 n (a + b) operations
+    a row where the dense product takes 2 n^2 (43 times fewer for 8192 = 128 x 64).
+    """
+    y = x.reshape(-1, len(left), len(right)) @ right.to(x)  # [m n / (a b), a, b]
+    if len(left) > 1:
+        y = left.T.to(x) @ y
+    return y.reshape(x.shape)
+
+
+def make(kind: str, size: int, seed: int, block: int | None = None) -> Rotation:
+    """The rotation of a size, drawn from a seed.
+
+    "hadamard": the whole size, every value spread over all channels.
+    "block": one Hadamard matrix of order `block` (16, 32, 64 or 128, dividing size) along the
+    diagonal; the signs run over the whole size, so the blocks differ.
+    "qr": Haar-distributed, as Q diag(sign(diag(R))) of a Gaussian matrix (Mezzadri, "How to
+    generate random matrices from the classical compact groups", 2007); costs a float64 [n, n].
+
+    The signs are integers from a private CPU generator: the same on every machine and with any
+    number of threads. A "qr" matrix goes through LAPACK: the same bytes only with the same library
+    and number of threads, elsewhere equal up to float64 rounding. The generator reads the low 32
+    bits of `seed`.
+
+    Raises RecipeError for a kind or block that does not exist, UnsupportedError for a size that
+    the kind cannot do.
+    """
+    _check_options(kind, size, block)
+    generator = torch.Generator().manual_seed(seed)
+    one = torch.ones(1, 1, dtype=torch.int8)
+    if kind == "qr":
+        gaussian = torch.randn(size, size, dtype=torch.float64, generator=generator)
+        q, r = torch.linalg.qr(gaussian)
+        signs = torch.ones(size, dtype=torch.int8)
+        return Rotation(kind, size, seed, block, signs, one, q * r.diagonal().sign(), 1.0)
+    # A block is small enough for a single product, which is faster than two of tiny factors.
+    left, right = (one, hadamard(block)) if block else hadamard_factors(size)
+    signs = torch.randint(2, (size,), generator=generator, dtype=torch.int8) * 2 - 1
+    scale = 1 / math.sqrt(len(left) * len(right))
+    return Rotation(kind, size, seed, block, signs, left, right, scale)
+
+
+def _check_options(kind: str, size: int, block: int | None) -> None:
+    if kind not in KINDS:
+        raise RecipeError(f"{kind!r} is no rotation kind: use one of {', '.join(KINDS)}.")
+    if kind != "block" and block is not None:
+        raise RecipeError(f"Rotation kind {kind} takes no block size: leave it out.")
+    if kind == "block" and block not in BLOCKS:
+        raise RecipeError(f"A rotation block of {block} does not exist: use 16, 32, 64 or 128.")
+    if block and size % block:
+        raise UnsupportedError(
+            f"A rotation block of {block} does not divide the size {size}: "
+            f"use {_alternatives(size)}."
+        )
