@@ -9,12 +9,14 @@ from rich.console import Console
 from rich.progress import (
     BarColumn,
     DownloadColumn,
+    MofNCompleteColumn,
     Progress,
     TextColumn,
     TimeRemainingColumn,
     TransferSpeedColumn,
 )
 from rich.table import Table
+from rich.text import Text
 
 stdout = Console()
 stderr = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -60,6 +62,28 @@ def progress_bar() -> Progress:
         transient=True,
         disable=not stderr.is_terminal,
     )
+
+
+def counter() -> Progress:
+    """A bar for things that are counted, on stderr; silent where stderr is no terminal."""
+    return Progress(
+        TextColumn("{task.description:>12}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        console=stderr,
+        transient=True,
+        disable=not stderr.is_terminal,
+    )
+
+
+def facts(title: str, rows: Iterable[tuple[str, str]]) -> None:
+    """Named values, one in a line, on stdout."""
+    grid = Table.grid(padding=(0, 2))
+    for name, value in rows:
+        grid.add_row(Text(name, style="dim"), Text(value))
+    stdout.print(Text(title, style="bold"))
+    stdout.print(grid)
 
 
 def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:

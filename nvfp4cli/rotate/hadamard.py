@@ -242,27 +242,34 @@ def make(kind: str, size: int, seed: int, block: int | None = None) -> Rotation:
     "qr": Haar-distributed, as Q diag(sign(diag(R))) of a Gaussian matrix (Mezzadri, "How to
     generate random matrices from the classical compact groups", 2007); costs a float64 [n, n].
 
-    The signs are integers from a private CPU generator: the same on every machine and with any
-    number of threads. A "qr" matrix goes through LAPACK: the same bytes only with the same library
-    and number of threads, elsewhere equal up to float64 rounding. The generator reads the low 32
-    bits of `seed`.
+    The signs come from SHAKE-256 of the seed: the same on every machine, with any number of
+    threads and any torch. A "qr" matrix goes through torch's generator, which reads the low 32 bits
+    of `seed`, and LAPACK: the same bytes only with the same libraries and number of threads.
 
     Raises RecipeError for a kind or block that does not exist, UnsupportedError for a size that
     the kind cannot do.
     """
     _check_options(kind, size, block)
-    generator = torch.Generator().manual_seed(seed)
     one = torch.ones(1, 1, dtype=torch.int8)
     if kind == "qr":
+        generator = torch.Generator().manual_seed(seed)
         gaussian = torch.randn(size, size, dtype=torch.float64, generator=generator)
         q, r = torch.linalg.qr(gaussian)
         signs = torch.ones(size, dtype=torch.int8)
         return Rotation(kind, size, seed, block, signs, one, q * r.diagonal().sign(), 1.0)
     # A block is small enough for a single product, which is faster than two of tiny factors.
     left, right = (one, hadamard(block)) if block else hadamard_factors(size)
-    signs = torch.randint(2, (size,), generator=generator, dtype=torch.int8) * 2 - 1
+    signs = _signs(size, seed)
     scale = 1 / math.sqrt(len(left) * len(right))
     return Rotation(kind, size, seed, block, signs, left, right, scale)
+
+
+def _signs(size: int, seed: int) -> Tensor:
+    """int8 [size] of +-1: bit i of the SHAKE-256 stream of the seed in decimal."""
+    stream = hashlib.shake_256(str(seed).encode()).digest(-(-size // 8))
+    octets = torch.frombuffer(bytearray(stream), dtype=torch.uint8)
+    bits = octets[:, None] >> torch.arange(8, dtype=torch.uint8) & 1
+    return bits.flatten()[:size].to(torch.int8) * 2 - 1
 
 
 def _check_options(kind: str, size: int, block: int | None) -> None:
