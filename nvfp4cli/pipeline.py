@@ -20,7 +20,7 @@ from nvfp4cli import __version__, kernels
 from nvfp4cli.checkpoint import writer
 from nvfp4cli.checkpoint.output import OutputFolder
 from nvfp4cli.checkpoint.reader import sidecars
-from nvfp4cli.checkpoint.writer import ShardWriter
+from nvfp4cli.checkpoint.writer import Shard, ShardWriter
 from nvfp4cli.errors import CheckpointError, WeightError
 from nvfp4cli.formats import nvfp4
 from nvfp4cli.layouts.record import Stored
@@ -52,6 +52,7 @@ def run(plan: Plan, out: Path, *, resume: bool = False, device: str = "cpu") -> 
     shards for `resume`.
     """
     source = plan.weights.checkpoint.folder
+    _check_disk(plan, out)
     with OutputFolder(out, source, _fingerprint(plan), resume) as folder:
         try:
             yield from _write(plan, out, device)
@@ -60,8 +61,8 @@ def run(plan: Plan, out: Path, *, resume: bool = False, device: str = "cpu") -> 
             raise
         except OSError as error:
             raise CheckpointError(
-                f"Writing to {out} failed ({error.strerror}): mend the cause and continue with "
-                "--resume."
+                f"The run into {out} stopped ({error.strerror or error}): mend the cause and "
+                "continue with --resume."
             ) from error
         folder.finish()
 
@@ -69,9 +70,7 @@ def run(plan: Plan, out: Path, *, resume: bool = False, device: str = "cpu") -> 
 def _write(plan: Plan, out: Path, device: str) -> Iterator[Event]:
     """Shards, then sidecars, then what makes the folder loadable: config.json and the index."""
     source = plan.weights.checkpoint.folder
-    done = [shard.file for shard in plan.shards if (out / shard.file).exists()]
-    written = sum((out / file).stat().st_size for file in done)
-    writer.check_disk(out, plan.output_bytes - written)
+    done = [shard.file for shard in _published(plan, out)]
     shards = writer.ShardWriter(out, plan.shards, done)
     try:
         yield from _work(plan, shards, device)
@@ -82,6 +81,17 @@ def _write(plan: Plan, out: Path, device: str) -> Iterator[Event]:
     for name, text in sorted(plan.files.items(), key=lambda item: item[0] == "config.json"):
         writer.write_text(out / name, text)
     writer.write_index(out, plan.shards)
+
+
+def _published(plan: Plan, out: Path) -> list[Shard]:
+    """Shards that an earlier run has completed."""
+    return [shard for shard in plan.shards if (out / shard.file).exists()]
+
+
+def _check_disk(plan: Plan, out: Path) -> None:
+    """Before the folder is claimed, so that a refusal leaves nothing to resume."""
+    written = sum(shard.size for shard in _published(plan, out))
+    writer.check_disk(out, plan.output_bytes - written)
 
 
 def _fingerprint(plan: Plan) -> dict[str, Any]:
@@ -130,24 +140,13 @@ def _wanted(job: Job, shards: ShardWriter) -> bool:
     return any(shards.wants(output.name) for m in job.members for output in m.outputs)
 
 
-def _streamed(member: Member) -> bool:
-    """True for a tensor that passes through in pieces and is never whole in memory."""
-    if member.action == "copy":
-        return True
-    return (
-        member.action == "edit"
-        and len(member.shape) == 2
-        and all(edit.row_local for edit in member.edits)
-    )
-
-
 def _load(plan: Plan, job: Job) -> list[Tensor | Stored | None]:
     """The data of each member; None for one that is streamed while it is written."""
     loaded: list[Tensor | Stored | None] = []
     for member in job.members:
         if member.action == "repack":
             loaded.append(plan.weights.stored(member.module, plan.weights.activations))
-        elif _streamed(member):
+        elif member.streamed:
             loaded.append(None)
         else:
             loaded.append(plan.weights.checkpoint.read(member.source.name))
@@ -167,8 +166,9 @@ def _compute(
             assert plan.layout is not None
             results.append(plan.layout.export(member.module, data))
         elif data is not None:
-            edited = fold.apply(data.to(device), member.edits, plan.weights.checkpoint.read)
-            results.append({member.name: _rounded(edited, member)})
+            read = plan.weights.checkpoint.read
+            edited = fold.apply(data.to(device), member.edits, read)
+            results.append({member.name: _rounded(edited, member, read)})
         else:
             results.append({})
     return results, []
@@ -179,21 +179,15 @@ def _quantize(
 ) -> tuple[list[dict[str, Tensor]], list[str]]:
     """Fold and quantise the members of a group under one global scale."""
     read = plan.weights.checkpoint.read
-    sources = list(tensors)
     for i, member in enumerate(job.members):
         if member.edits:
             tensors[i] = fold.apply(tensors[i], member.edits, read)
         if tensors[i].dtype == torch.float64:
             tensors[i] = tensors[i].to(torch.float32)  # NVFP4 is computed in fp32
     maxima = [kernels.amax(tensor) for tensor in tensors]
-    if not all(math.isfinite(a) for a in maxima):
-        for member, tensor in zip(job.members, sources, strict=True):
-            nvfp4.check_finite(tensor, member.name)
-        for member in job.members:
-            for edit in member.edits:
-                for name in edit.reads:
-                    nvfp4.check_finite(read(name), name)
-    del sources
+    for member, maximum in zip(job.members, maxima, strict=True):
+        if not math.isfinite(maximum):
+            raise _misfit(member, torch.float32, read)
     group = max(maxima)
     scale = nvfp4.GlobalScale.from_amax(group)
     assert plan.layout is not None
@@ -210,17 +204,30 @@ def _quantize(
     return results, warnings
 
 
-def _rounded(edited: Tensor, member: Member) -> Tensor:
+def _rounded(edited: Tensor, member: Member, read: fold.Read) -> Tensor:
     """Round once to the stored dtype, refusing what does not fit it."""
     dtype = member.outputs[0].dtype
     rounded = edited.to(dtype)
     if not torch.isfinite(rounded).all():
-        nvfp4.check_finite(edited, member.name)
-        raise WeightError(
-            f"{member.name} leaves the range of {str(dtype).removeprefix('torch.')} when it is "
-            "folded: store it wider with --dtype bfloat16 or float32."
-        )
+        raise _misfit(member, dtype, read)
     return rounded
+
+
+def _misfit(member: Member, dtype: torch.dtype, read: fold.Read) -> WeightError:
+    """Why the member is not finite in `dtype`: what it is made from is not, or its range.
+
+    The sources are read again: a rotation has spread a NaN over whole rows of the edited tensor.
+    """
+    sources = [member.source.name, *(name for edit in member.edits for name in edit.reads)]
+    for name in sources:
+        nvfp4.check_finite(read(name), name)
+    name = str(dtype).removeprefix("torch.")
+    remedy = (
+        "store it wider with --dtype bfloat16 or float32"
+        if dtype == torch.float16
+        else "scale the weight down, or keep it as it is with --ignore and --rotate none"
+    )
+    return WeightError(f"{member.name} leaves the range of {name}: {remedy}.")
 
 
 def _emit(plan: Plan, job: Job, results: list[dict[str, Tensor]], shards: ShardWriter) -> None:
@@ -247,5 +254,5 @@ def _stream(plan: Plan, member: Member, shards: ShardWriter) -> None:
     for start in range(0, rows, step):
         tile = checkpoint.read_rows(info.name, start, min(start + step, rows))
         edited = fold.apply(tile, member.edits, checkpoint.read)
-        data = _rounded(edited, member).reshape(-1)
+        data = _rounded(edited, member, checkpoint.read).reshape(-1)
         shards.write_bytes(member.name, start * row_bytes, data)

@@ -58,7 +58,7 @@ class Recipe:
         number, unit = text[:-2], text[-2:]
         try:
             size = round(float(number) * _UNITS[unit])
-        except (ValueError, KeyError):
+        except (ValueError, KeyError, OverflowError):
             size = 0
         if size <= 0:
             raise RecipeError(
@@ -90,11 +90,14 @@ def load(name: str) -> Recipe:
             f"No recipe file {name!r}: give the path of one, or one of {', '.join(known())}."
         )
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise RecipeError(f"{path} is not a readable YAML file: {error}.") from None
+        reason = " ".join(str(error).split())
+        raise RecipeError(f"{path} is not a readable YAML file ({reason}): correct it.") from None
+    if document is None:
+        document = {}
     if isinstance(document, dict) and "nvfp4_version" in document:
-        document = document["recipe"]
+        document = document.get("recipe")
     if not isinstance(document, dict):
         raise RecipeError(f"{path} is no recipe: write lines such as `layout: torchao`.")
     known_keys = {field.name for field in fields(Recipe)}

@@ -30,17 +30,13 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id
 
+from nvfp4cli.checkpoint.files import CONFIG, INDEX, SINGLE, no_weights
 from nvfp4cli.errors import CheckpointError, RecipeError
-
-CONFIG = "config.json"
-SINGLE = "model.safetensors"
-INDEX = "model.safetensors.index.json"
 
 _SIDECAR_SUFFIXES = frozenset(
     (".json", ".jinja", ".txt", ".model", ".tiktoken", ".bpe", ".spm", ".py", ".md")
 )
 _LEGAL_PREFIXES = ("license", "licence", "notice", "copying")  # often without a suffix
-_OTHER_WEIGHTS = frozenset((".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack"))
 _HEADER_THREADS = 8  # a header is one round trip, and large models have over a hundred files
 
 
@@ -75,8 +71,8 @@ def is_hub_id(model: str) -> bool:
     return True
 
 
-def is_sidecar(name: str) -> bool:
-    """Whether a file of a repository belongs beside the weights of any version of the model.
+def is_wanted(name: str) -> bool:
+    """Whether a file of a repository is downloaded whichever weights are.
 
     Configurations, tokenizer, chat templates, remote code, licence and model card: all small.
     name: a path relative to the repository, with slashes.
@@ -182,7 +178,7 @@ def _cached_folder(model: str, revision: str | None, weights: bool) -> Path:
 def _download(model: str, revision: str | None, weights: bool) -> Path:
     with _hub_errors(model, revision):
         listing = _list(model, revision)
-        wanted = [name for name in listing.sizes if is_sidecar(name)]
+        wanted = [name for name in listing.sizes if is_wanted(name)]
         if weights:
             wanted += _remote_weight_files(model, listing)
         # This call records which commit the branch is at. A snapshot of a commit does not, and
@@ -255,20 +251,7 @@ def _weight_files(model: str, names: Collection[str], locate: Callable[[str], Pa
         return shards
     if SINGLE in names:
         return [SINGLE]
-    if any(name.startswith("pytorch_model") and name.endswith(".bin") for name in names):
-        raise CheckpointError(
-            f"{model} has its weights as pytorch_model*.bin only: convert them with transformers, "
-            f'AutoModelForCausalLM.from_pretrained("{model}").save_pretrained("converted") and '
-            f'AutoTokenizer.from_pretrained("{model}").save_pretrained("converted"), '
-            "and give that folder."
-        )
-    others = sorted(name for name in names if PurePosixPath(name).suffix in _OTHER_WEIGHTS)
-    others += sorted(name for name in names if name.endswith(".safetensors"))
-    found = f"only {others[0]}" if others else "no weights at all"
-    raise CheckpointError(
-        f"{model} has neither {SINGLE} nor {INDEX}, {found}: "
-        "give a checkpoint saved by transformers."
-    )
+    raise CheckpointError(no_weights(model, names))
 
 
 def _shards(model: str, index: Path) -> list[str]:

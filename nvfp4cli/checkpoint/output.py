@@ -4,6 +4,8 @@ import fcntl
 import json
 import os
 import shutil
+from contextlib import ExitStack, suppress
+from itertools import takewhile
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,33 +24,22 @@ class OutputFolder:
     """
 
     def __init__(self, path: Path, source: Path, fingerprint: dict[str, Any], resume: bool) -> None:
+        """fingerprint: JSON values under names that complete "The ... changed"."""
         self._path = path
         self._source = source
         self._fingerprint = fingerprint
         self._resume = resume
-        self._made = False
+        self._made = 0  # how many of the path and its parents did not exist before the run
         self._lock = -1
 
     def __enter__(self) -> "OutputFolder":
         self._check_apart()
         try:
-            self._made = not self._path.exists()
-            self._path.mkdir(parents=True, exist_ok=True)
-            self._check_content()
-            self._lock = os.open(self._path / JOURNAL, os.O_RDWR | os.O_CREAT, 0o644)
+            self._claim()
         except OSError as error:
             raise CheckpointError(
                 f"{self._path} cannot be written ({error.strerror}): choose another output folder."
             ) from None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._lock)
-            raise CheckpointError(
-                f"Another run is writing to {self._path}: wait for it, or choose another folder."
-            ) from None
-        os.pwrite(self._lock, json.dumps(self._fingerprint).encode(), 0)
-        os.fsync(self._lock)
         return self
 
     def __exit__(
@@ -64,14 +55,66 @@ class OutputFolder:
         (self._path / JOURNAL).unlink()
 
     def discard(self) -> None:
-        """Remove everything this run and those it resumed have written."""
+        """Remove everything this run and those it resumed have written.
+
+        The folder was empty when the first of them claimed it, so that is all it holds; the folder
+        itself goes too if it was made for the run.
+        """
         for entry in self._path.iterdir():
-            if entry.is_dir():
+            if entry.is_dir() and not entry.is_symlink():
                 shutil.rmtree(entry)
             else:
                 entry.unlink()
-        if self._made:
-            self._path.rmdir()
+        self._remove_made()
+
+    def _claim(self) -> None:
+        """Create folder and journal and lock the journal; undo all of it if anything fails."""
+        with ExitStack() as undo:
+            missing = list(takewhile(lambda folder: not folder.exists(), self._lineage()))
+            undo.callback(self._remove_made)
+            self._made = len(missing)
+            for folder in reversed(missing):
+                folder.mkdir(exist_ok=True)
+            resuming = self._check_content()
+            journal = self._path / JOURNAL
+            self._lock = self._open_journal(os.O_RDWR if resuming else os.O_CREAT | os.O_EXCL | os.O_RDWR)
+            undo.callback(os.close, self._lock)
+            if not resuming:
+                undo.callback(journal.unlink)
+            self._take_lock()
+            if not resuming:
+                record = {"fingerprint": self._fingerprint, "made": self._made}
+                journal.write_text(json.dumps(record), encoding="utf-8")
+                os.fsync(self._lock)
+            undo.pop_all()
+
+    def _open_journal(self, flags: int) -> int:
+        try:
+            return os.open(self._path / JOURNAL, flags, 0o644)
+        except FileExistsError:  # made since we looked
+            raise self._busy() from None
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise self._busy() from None
+
+    def _busy(self) -> CheckpointError:
+        return CheckpointError(
+            f"Another run is writing to {self._path}: wait for it, or choose another folder."
+        )
+
+    def _lineage(self) -> list[Path]:
+        """The folder, its parent, and so on up to the root."""
+        path = self._path.absolute()
+        return [path, *path.parents]
+
+    def _remove_made(self) -> None:
+        """Remove the folders made for the run, as far up as they are empty."""
+        with suppress(OSError):
+            for folder in self._lineage()[: self._made]:
+                folder.rmdir()
 
     def _check_apart(self) -> None:
         out, source = self._path.resolve(), self._source.resolve()
@@ -81,15 +124,18 @@ class OutputFolder:
                 "folder beside it."
             )
 
-    def _check_content(self) -> None:
+    def _check_content(self) -> bool:
+        """True where the folder holds a run to resume, False where it is empty."""
         entries = [entry.name for entry in self._path.iterdir()]
         if JOURNAL in entries:
             self._check_resumable()
-        elif entries:
+            return True
+        if entries:
             raise CheckpointError(
                 f"{self._path} is not empty: choose another output folder, or empty this one "
                 "yourself."
             )
+        return False
 
     def _check_resumable(self) -> None:
         if not self._resume:
@@ -98,8 +144,9 @@ class OutputFolder:
                 "folder."
             )
         try:
-            earlier = json.loads((self._path / JOURNAL).read_text(encoding="utf-8"))
-        except ValueError:
+            record = json.loads((self._path / JOURNAL).read_text(encoding="utf-8"))
+            earlier, made = dict(record["fingerprint"]), int(record["made"])
+        except (ValueError, TypeError, KeyError):
             raise CheckpointError(
                 f"{self._path / JOURNAL} is damaged: delete the folder and start again."
             ) from None
@@ -109,3 +156,4 @@ class OutputFolder:
                 f"The {' and the '.join(changed)} changed since the run in {self._path} began: run "
                 "it as before, or delete the folder and start again."
             )
+        self._made = made

@@ -7,19 +7,18 @@ under a memory limit behave, as large as the model.
 """
 
 import json
+import math
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
+from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from nvfp4cli.checkpoint.files import CONFIG, INDEX, SINGLE, WEIGHT_SUFFIXES, no_weights
 from nvfp4cli.errors import CheckpointError
-
-INDEX_FILE = "model.safetensors.index.json"
-SINGLE_FILE = "model.safetensors"
 
 DTYPES = {
     "BOOL": torch.bool,
@@ -42,9 +41,6 @@ DTYPES = {
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 _MAX_HEADER = 100_000_000  # the limit of the safetensors library
-_WEIGHT_SUFFIXES = {
-    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf", ".onnx", ".h5", ".msgpack", ".npz",
-}  # fmt: skip
 # Files that describe an earlier quantisation; carried over they would contradict the new weights.
 _QUANTIZATION_FILES = {
     "hf_quant_config.json", "quantize_config.json", "quant_config.json", "recipe.yaml",
@@ -91,7 +87,7 @@ class Checkpoint:
     def read_rows(self, name: str, start: int, stop: int) -> Tensor:
         """Rows [start, stop) along the first axis of tensor `name`."""
         info = self.tensors[name]
-        row = info.nbytes // info.shape[0]
+        row = math.prod(info.shape[1:]) * info.dtype.itemsize
         data = self.read_bytes(info, start * row, stop * row)
         return data.view(info.dtype).reshape(stop - start, *info.shape[1:])
 
@@ -117,11 +113,11 @@ def open_checkpoint(folder: Path) -> Checkpoint:
 
     Raises CheckpointError naming file and tensor for anything that would fail or go wrong later.
     """
-    config = read_json(folder / "config.json")
+    config = read_json(folder / CONFIG)
     weight_map = _weight_map(folder)
     tensors: dict[str, TensorInfo] = {}
     metadata: dict[str, dict[str, str]] = {}
-    for file in sorted(set(weight_map.values())) if weight_map else [SINGLE_FILE]:
+    for file in sorted(set(weight_map.values())) if weight_map else [SINGLE]:
         metadata[file], infos = _read_header(folder, file)
         for info in infos:
             if info.name in tensors:
@@ -132,15 +128,14 @@ def open_checkpoint(folder: Path) -> Checkpoint:
             if weight_map and weight_map.get(info.name) != file:
                 listed = weight_map.get(info.name, "nowhere")
                 raise CheckpointError(
-                    f"{file} holds {info.name}, which {INDEX_FILE} lists {_place(listed)}: the "
+                    f"{file} holds {info.name}, which {INDEX} lists {_place(listed)}: the "
                     "index is stale; download the checkpoint again."
                 )
             tensors[info.name] = info
     for name, file in (weight_map or {}).items():
         if name not in tensors:
             raise CheckpointError(
-                f"{INDEX_FILE} lists {name} in {file}, which does not hold it: download that file "
-                "again."
+                f"{INDEX} lists {name} in {file}, which does not hold it: download that file again."
             )
     return Checkpoint(folder, config, tensors, metadata)
 
@@ -169,37 +164,35 @@ def sidecars(folder: Path) -> Iterator[str]:
     for path in sorted(folder.rglob("*")):
         name = path.relative_to(folder)
         hidden = any(part.startswith(".") for part in name.parts)
-        if path.is_file() and not hidden and is_sidecar(name.as_posix()):
+        if path.is_file() and not hidden and _is_sidecar(name):
             yield name.as_posix()
 
 
-def is_sidecar(name: str) -> bool:
-    """True for a file, named relative to the checkpoint, that `sidecars` would list."""
-    path = PurePosixPath(name)
+def _is_sidecar(name: PurePath) -> bool:
     return not (
-        path.suffix in _WEIGHT_SUFFIXES
-        or path.name.endswith(".index.json")
-        or path.name in _QUANTIZATION_FILES
-        or name == "config.json"
-        or path.parts[0] == "original"
+        name.suffix in WEIGHT_SUFFIXES
+        or name.name.endswith(".index.json")
+        or name.name in _QUANTIZATION_FILES
+        or name == PurePath(CONFIG)
+        or name.parts[0] == "original"
     )
 
 
 def _weight_map(folder: Path) -> dict[str, str] | None:
     """The index's tensor -> file map, or None for a single file."""
-    if not (folder / INDEX_FILE).exists():
-        if (folder / SINGLE_FILE).exists():
+    if not (folder / INDEX).exists():
+        if (folder / SINGLE).exists():
             return None
-        raise CheckpointError(_no_weights(folder))
-    weight_map = read_json(folder / INDEX_FILE).get("weight_map")
+        raise CheckpointError(no_weights(str(folder), [path.name for path in folder.iterdir()]))
+    weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{folder / INDEX_FILE} has no weight_map: download it again.")
+        raise CheckpointError(f"{folder / INDEX} has no weight_map: download it again.")
     for name, file in weight_map.items():
         inside = isinstance(file, str) and file and "\\" not in file
         path = PurePosixPath(file) if inside else PurePosixPath("..")
         if path.is_absolute() or ".." in path.parts:
             raise CheckpointError(
-                f"{INDEX_FILE} puts {name} into {file!r}, outside the checkpoint's folder: do not "
+                f"{INDEX} puts {name} into {file!r}, outside the checkpoint's folder: do not "
                 "use this checkpoint."
             )
         if not (folder / file).is_file():
@@ -207,16 +200,6 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
                 f"{file}, which holds {name}, is missing from {folder}: download it again."
             )
     return weight_map
-
-
-def _no_weights(folder: Path) -> str:
-    others = sorted(p.name for p in folder.iterdir() if p.suffix in {".bin", ".pt", ".pth"})
-    if others:
-        return (
-            f"{folder} holds weights only as pickles ({others[0]}): convert them first with "
-            f"AutoModelForCausalLM.from_pretrained({str(folder)!r}).save_pretrained(NEW_FOLDER)."
-        )
-    return f"{folder} holds neither {SINGLE_FILE} nor {INDEX_FILE}: name a complete checkpoint."
 
 
 def _place(file: str) -> str:
@@ -233,11 +216,13 @@ def _read_header(folder: Path, file: str) -> tuple[dict[str, str], list[TensorIn
         raw = f.read(length)
     try:
         header = json.loads(raw, object_pairs_hook=lambda pairs: _unique(pairs, file))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise CheckpointError(
             f"The header of {file} is damaged ({error}): download it again."
         ) from None
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", {}) if isinstance(header, dict) else None
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise CheckpointError(f"The header of {file} is not safetensors': download it again.")
     infos = [_tensor_info(name, entry, file, 8 + length) for name, entry in header.items()]
     _check_ranges(infos, file, 8 + length, size)
     return metadata, infos
@@ -255,20 +240,20 @@ def _unique(pairs: list[tuple[str, Any]], file: str) -> dict[str, Any]:
 def _tensor_info(name: str, entry: Any, file: str, data_start: int) -> TensorInfo:
     try:
         start, end = entry["data_offsets"]
-        shape = tuple(int(n) for n in entry["shape"])
+        shape = tuple(entry["shape"])
         dtype = DTYPES[entry["dtype"]]
+        if not all(type(n) is int and n >= 0 for n in (start, end, *shape)):
+            raise ValueError
     except (KeyError, TypeError, ValueError):
         raise CheckpointError(
             f"{file} describes {name} as {entry}, which this version cannot read: "
             "save the checkpoint again with a current safetensors."
         ) from None
-    numel = 1
-    for n in shape:
-        numel *= n
-    if end - start != numel * dtype.itemsize:
+    nbytes = math.prod(shape) * dtype.itemsize
+    if end - start != nbytes:
         raise CheckpointError(
             f"{file} gives {name} {end - start} bytes, but shape {list(shape)} of "
-            f"{entry['dtype']} takes {numel * dtype.itemsize}: download the file again."
+            f"{entry['dtype']} takes {nbytes}: download the file again."
         )
     return TensorInfo(name, file, dtype, shape, data_start + start, end - start)
 

@@ -6,6 +6,7 @@ a shard.
 """
 
 import json
+import math
 import os
 import shutil
 import threading
@@ -16,7 +17,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nvfp4cli.checkpoint.reader import DTYPE_NAMES, INDEX_FILE, SINGLE_FILE
+from nvfp4cli.checkpoint.files import INDEX, SINGLE
+from nvfp4cli.checkpoint.reader import DTYPE_NAMES
 from nvfp4cli.errors import CheckpointError
 
 PARTIAL = ".partial"
@@ -33,10 +35,7 @@ class Output:
     @property
     def nbytes(self) -> int:
         """Size in the file."""
-        n = self.dtype.itemsize
-        for size in self.shape:
-            n *= size
-        return n
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -69,7 +68,7 @@ def make_shards(
             used = 0
         filled[-1].append(number)
         used += size
-    names = [SINGLE_FILE]
+    names = [SINGLE]
     if len(filled) > 1:
         n = len(filled)
         names = [f"model-{i + 1:05d}-of-{n:05d}.safetensors" for i in range(n)]
@@ -115,6 +114,10 @@ class ShardWriter:
         self._done = set(done)
         self._open: dict[str, int] = {}
         self._lock = threading.Lock()
+        for shard in shards:
+            if self._left[shard.file] == 0 and shard.file not in self._done:
+                self._descriptor(shard)
+                self._publish(shard)  # every tensor in it is empty: there is nothing to wait for
 
     def wants(self, name: str) -> bool:
         """False for a tensor that lies in a shard published earlier."""
@@ -131,11 +134,9 @@ class ShardWriter:
         """
         shard = self._shard_of[name]
         buffer = data.view(torch.uint8).numpy().data
-        position = shard.offsets[name] + start
-        fd = self._descriptor(shard)
-        done = 0
-        while done < len(buffer):
-            done += os.pwrite(fd, buffer[done:], position + done)
+        if not buffer:
+            return  # its shard may be published already and must not be opened again
+        _write_at(self._descriptor(shard), buffer, shard.offsets[name] + start)
         with self._lock:
             self._left[shard.file] -= len(buffer)
             complete = self._left[shard.file] == 0
@@ -148,7 +149,7 @@ class ShardWriter:
                 path = self._folder / (shard.file + PARTIAL)
                 fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
                 self._open[shard.file] = fd
-                os.pwrite(fd, shard.header, 0)
+                _write_at(fd, memoryview(shard.header), 0)
                 os.truncate(fd, shard.size)
             return self._open[shard.file]
 
@@ -170,6 +171,13 @@ class ShardWriter:
     def finished(self) -> bool:
         """True once every shard has been published."""
         return not any(self._left.values())
+
+
+def _write_at(fd: int, data: memoryview, position: int) -> None:
+    """Write all of `data`; the operating system may take it in several pieces."""
+    done = 0
+    while done < len(data):
+        done += os.pwrite(fd, data[done:], position + done)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -197,7 +205,7 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
     weight_map = {output.name: shard.file for shard in shards for output in shard.outputs}
     total = sum(output.nbytes for shard in shards for output in shard.outputs)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    write_text(folder / INDEX_FILE, json.dumps(index, indent=2) + "\n")
+    write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
 
 
 def check_disk(folder: Path, needed: int) -> None:

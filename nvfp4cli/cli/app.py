@@ -99,10 +99,8 @@ def quantize(
         max_shard_size=max_shard_size,
     )
     source = quantizing.Source(model, revision, arch_spec)
-    quantizing.quantize(
-        source, out, wish, device=device, resume=resume, dry_run=dry_run, strict=strict,
-        as_json=as_json,
-    )  # fmt: skip
+    manner = quantizing.Manner(device, resume, dry_run, as_json)
+    quantizing.quantize(source, out, wish, strict=strict, manner=manner)
 
 
 @app.command()
@@ -118,9 +116,8 @@ def convert(
     """Repack an NVFP4 checkpoint into another layout; codes and scales stay as they are."""
     from nvfp4cli.cli import quantizing
 
-    quantizing.convert(
-        checkpoint, out, layout, max_shard_size, resume=resume, dry_run=dry_run, as_json=as_json
-    )
+    manner = quantizing.Manner(resume=resume, dry_run=dry_run, as_json=as_json)
+    quantizing.convert(checkpoint, out, layout, max_shard_size, manner)
 
 
 @app.command()
@@ -184,10 +181,8 @@ def main(argv: list[str] | None = None) -> int:
     except Nvfp4Error as failure:
         console.error(str(failure))
         return 1
-    except KeyboardInterrupt:
-        console.error("Interrupted: add --resume to continue where the run stopped.")
-        return 130
-    except typer.Abort:
+    except (KeyboardInterrupt, typer.Abort):  # the library turns the first into the second
+        console.error("Interrupted: repeat the command, with --resume if it writes a checkpoint.")
         return 130
     except Exception as failure:
         # Usage errors of the command-line library, whichever copy of it is in use, show themselves.

@@ -18,7 +18,8 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
-stdout = Console()
+# Written to a file or a pipe, tables are as wide as they need to be.
+stdout = Console(width=None if sys.stdout.isatty() else 200)
 stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
@@ -47,7 +48,7 @@ def warn(message: str) -> None:
 def error(message: str) -> None:
     """The one sentence of a failed command, on stderr."""
     stderr.print("[red]error:[/red] ", end="")
-    stderr.print(message, markup=False)
+    stderr.print(" ".join(message.split()), markup=False)  # a YAML error has several lines
 
 
 def progress_bar() -> Progress:

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from nvfp4cli import pipeline
-from nvfp4cli.checkpoint import hub
+from nvfp4cli.checkpoint import hub, remote
 from nvfp4cli.checkpoint.reader import Checkpoint, open_checkpoint
 from nvfp4cli.cli import console
 from nvfp4cli.cli.device import pick
@@ -24,60 +24,61 @@ class Source:
     revision: str | None
     arch_spec: Path | None
 
-    def open(self) -> Checkpoint:
-        """Download what is missing, then read and check the headers."""
+    def open(self, headers_only: bool) -> Checkpoint:
+        """Read and check the headers, after downloading what is missing.
+
+        headers_only: of a hub id, nothing but the headers of the weights is fetched.
+        """
+        if headers_only and remote.reachable(self.model):
+            return remote.open_remote(self.model, self.revision)
         return open_checkpoint(hub.resolve(self.model, self.revision))
 
 
-def quantize(
-    source: Source,
-    out: Path,
-    recipe: Recipe,
-    *,
-    device: str,
-    resume: bool,
-    dry_run: bool,
-    strict: bool,
-    as_json: bool,
-) -> None:
+@dataclass(frozen=True)
+class Manner:
+    """How to run, as opposed to what to make."""
+
+    device: str = "cpu"
+    resume: bool = False
+    dry_run: bool = False
+    as_json: bool = False
+
+
+def quantize(source: Source, out: Path, recipe: Recipe, *, strict: bool, manner: Manner) -> None:
     """Plan, then run or show the plan."""
-    target = pick(device)
+    pick(manner.device)  # a device that is not there is said before anything is read
+    checkpoint = source.open(headers_only=manner.dry_run)
     plan = plan_quantize(
-        source.open(), recipe, model=source.model, arch_spec=source.arch_spec, strict=strict
+        checkpoint, recipe, model=source.model, arch_spec=source.arch_spec, strict=strict
     )
-    if dry_run:
-        _show_plan(plan, as_json)
-        return
-    _run(plan, out, resume=resume, device=target, as_json=as_json)
+    _show_or_run(plan, out, manner)
 
 
 def convert(
-    checkpoint: Path,
-    out: Path,
-    layout: str,
-    max_shard_size: str | None,
-    *,
-    resume: bool,
-    dry_run: bool,
-    as_json: bool,
+    checkpoint: Path, out: Path, layout: str, max_shard_size: str | None, manner: Manner
 ) -> None:
     """Plan, then run or show the plan."""
     Recipe(layout=layout)  # refuses an unknown layout in the recipe's own words
     plan = plan_convert(open_checkpoint(checkpoint), layout, max_shard_size)
-    if dry_run:
-        _show_plan(plan, as_json)
-        return
-    _run(plan, out, resume=resume, device="cpu", as_json=as_json)
+    _show_or_run(plan, out, manner)
 
 
-def _run(plan: Plan, out: Path, *, resume: bool, device: str, as_json: bool) -> None:
+def _show_or_run(plan: Plan, out: Path, manner: Manner) -> None:
+    if manner.dry_run:
+        _show_plan(plan, manner.as_json)
+    else:
+        _run(plan, out, manner)
+
+
+def _run(plan: Plan, out: Path, manner: Manner) -> None:
     for message in plan.facts.warnings:
         console.warn(message)
+    device = pick(manner.device)
     began = time.perf_counter()
     found = list(plan.facts.warnings)
     with console.progress_bar() as bar:
         task = bar.add_task("starting", total=plan.source_bytes)
-        for event in pipeline.run(plan, out, resume=resume, device=device):
+        for event in pipeline.run(plan, out, resume=manner.resume, device=device):
             if event.kind == "warning":
                 console.warn(event.message)
                 found.append(event.message)
@@ -91,7 +92,7 @@ def _run(plan: Plan, out: Path, *, resume: bool, device: str, as_json: bool) -> 
         "next_step": plan.facts.next_step.format(out=out),
         "warnings": found,
     }
-    if as_json:
+    if manner.as_json:
         console.print_json(summary)
         return
     _print_summary(plan, out, seconds)

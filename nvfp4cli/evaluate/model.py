@@ -11,7 +11,6 @@ from torch import Tensor
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -42,15 +41,15 @@ def load(folder: Path, *, dtype: torch.dtype, device: str) -> PreTrainedModel:
     """
     checkpoint = open_checkpoint(folder)
     weights = open_weights(checkpoint)
+    config, model_class = _architecture(folder, checkpoint.config)
     lock = threading.Lock()
     try:
-        model, report = AutoModelForCausalLM.from_pretrained(
+        model, report = model_class.from_pretrained(
             None,
-            config=_config(folder, checkpoint.config),
+            config=config,
             state_dict={name: _LazyTensor(weights, name, lock) for name in weights.names},
             dtype=dtype,
             device_map={"": device},
-            trust_remote_code=False,
             ignore_mismatched_sizes=True,  # so that they are in the report, with their names
             output_loading_info=True,
         )
@@ -97,8 +96,13 @@ class _LazyTensor:
             return self._weights.tensor(self._name)
 
 
-def _config(folder: Path, values: dict[str, Any]) -> PreTrainedConfig:
-    """The configuration of the unquantised model."""
+def _architecture(
+    folder: Path, values: dict[str, Any]
+) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
+    """The configuration of the unquantised model, and its class.
+
+    AutoModelForCausalLM chooses the same class but takes no weights from memory.
+    """
     model_type = values.get("model_type")
     if model_type not in CONFIG_MAPPING:
         raise UnsupportedError(
@@ -113,7 +117,11 @@ def _config(folder: Path, values: dict[str, Any]) -> PreTrainedConfig:
             f"{folder} holds a {model_type} model, which is not a causal language model: "
             "perplexity is not defined for it; name another checkpoint."
         )
-    return config
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    # Of some multimodal models this is the language model alone, made from its own part.
+    if model_class.config_class is config.sub_configs.get("text_config"):
+        config = config.get_text_config()
+    return config, model_class
 
 
 def _check(folder: Path, report: dict[str, Any]) -> None:

@@ -10,8 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from huggingface_hub import constants, hf_hub_download, is_offline_mode
-from huggingface_hub.errors import HTTPError, LocalEntryNotFoundError
+from huggingface_hub import (
+    constants,
+    hf_hub_download,
+    is_offline_mode,
+    try_to_load_from_cache,
+)
+from huggingface_hub.errors import HTTPError
 from torch import Tensor
 
 from nvfp4cli.errors import RecipeError
@@ -101,12 +106,9 @@ def _read(path: Path) -> bytes:
 
 def _wikitext_archive() -> str | None:
     """The archive from the local cache or the hub; None where neither can give it."""
-    try:
-        return hf_hub_download(
-            WIKITEXT_REPO, WIKITEXT_ARCHIVE, repo_type="dataset", local_files_only=True
-        )
-    except LocalEntryNotFoundError:
-        pass
+    cached = try_to_load_from_cache(WIKITEXT_REPO, WIKITEXT_ARCHIVE, repo_type="dataset")
+    if isinstance(cached, str):
+        return cached
     if not _hub_answers():
         return None
     try:

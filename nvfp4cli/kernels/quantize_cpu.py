@@ -1,11 +1,12 @@
-"""NVFP4 encoding on a CPU: the bits of `formats.nvfp4.quantize`, several times as fast.
+"""NVFP4 encoding on a CPU: the bits of `formats.nvfp4.quantize` in a third of the time or less.
 
 The matrix is cut into tiles of rows. A tile is copied into 16 planes, one for each position within
 a block, so that reducing over a block, scaling it and packing its nibbles become operations on
 long contiguous runs; over rows of 16 values they cost eager torch about 10 ns a row. The copy also
 converts any dtype and any strides to contiguous fp32.
 
-Measured on one core of an AMD EPYC with AVX2, bf16: the reference 18 ns a value, this 5 ns.
+Measured on an AMD EPYC with AVX2, bf16: the reference takes 15 ns of one core for a value, this
+5 ns; on two cores the reference encodes 56 MB/s, this 420 MB/s.
 """
 
 import functools
@@ -103,12 +104,18 @@ def _share(work: Callable[[Iterator[int]], None], starts: range) -> None:
     torch's own threads would fork and join for every operation and exchange the planes between
     cores: 267 MB/s of bf16 where this reaches 353 on two busy cores.
     """
-    threads = torch.get_num_threads()
     queue = iter(starts)  # a range's iterator is safe to share: `next` holds the GIL
-    if threads == 1 or len(starts) <= 1:
+    with _POOL_LOCK:
+        threads = torch.get_num_threads()
+        pool = _pool(threads) if threads > 1 and len(starts) > 1 else None
+    if pool is None:
         return work(queue)
-    for done in [_pool(threads).submit(work, queue) for _ in range(min(threads, len(starts)))]:
+    for done in [pool.submit(work, queue) for _ in range(min(threads, len(starts)))]:
         done.result()
+
+
+# Also keeps a caller's first `get_num_threads` away from the moment in which `_pool` changes it.
+_POOL_LOCK = threading.Lock()
 
 
 @functools.cache

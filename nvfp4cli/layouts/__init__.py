@@ -3,12 +3,14 @@
 Layouts only rename and repack the canonical record; no number changes here.
 """
 
+import math
 from dataclasses import dataclass
 from functools import cached_property
 
 from torch import Tensor
 
-from nvfp4cli.checkpoint.reader import Checkpoint
+from nvfp4cli.checkpoint.reader import Checkpoint, TensorInfo
+from nvfp4cli.checkpoint.writer import Output
 from nvfp4cli.errors import CheckpointError
 from nvfp4cli.formats.nvfp4 import dequantize
 from nvfp4cli.layouts import comfy, compressed_tensors, modelopt, torchao
@@ -20,7 +22,8 @@ LAYOUTS: dict[str, Layout] = {
 
 # Scales of activations and KV caches, which stand beside the source model's own tensors.
 _INPUT_SCALE_SUFFIXES = (".input_global_scale", ".input_scale")
-_AUXILIARY_SUFFIXES = (*_INPUT_SCALE_SUFFIXES, ".k_scale", ".v_scale", ".comfy_quant")
+_MARKER_SUFFIX = ".comfy_quant"
+_AUXILIARY_SUFFIXES = (*_INPUT_SCALE_SUFFIXES, ".k_scale", ".v_scale", _MARKER_SUFFIX)
 
 
 @dataclass(frozen=True)
@@ -73,7 +76,7 @@ class StoredWeights:
             for name in sorted(self.checkpoint.tensors)
             if self.quantized
             and name.endswith(_AUXILIARY_SUFFIXES)
-            and not name.endswith(".comfy_quant")
+            and not name.endswith(_MARKER_SUFFIX)
         )
 
     @cached_property
@@ -82,10 +85,41 @@ class StoredWeights:
         return any(name.endswith(_INPUT_SCALE_SUFFIXES) for name in self.auxiliary)
 
     def stored(self, module: str, activations: bool = False) -> Stored:
-        """The canonical record of a quantised module, on request with its input scale."""
+        """The canonical record of a quantised module, on request with its input scale.
+
+        Raises CheckpointError where a part is missing, misshapen or no usable number.
+        """
         assert self.layout is not None
         shape = self.quantized[module]
-        return self.layout.load(module, shape, self.checkpoint.read, activations)
+        for part in self.layout.outputs(module, shape, activations):
+            self._check_part(part)
+        try:
+            return self.layout.load(module, shape, self.checkpoint.read, activations)
+        except ValueError as error:
+            raise CheckpointError(
+                f"The weights of {module} cannot be read, {error}: quantise the source again."
+            ) from None
+
+    def _check_part(self, part: Output) -> None:
+        """Raise unless a tensor of the name, dtype and shape that the layout asks for is stored.
+
+        Of a scalar and of swizzled bytes only the number of values matters, of comfy's marker
+        only its presence.
+        """
+        assert self.layout is not None
+        info = self.checkpoint.tensors.get(part.name)
+        if info is None:
+            raise CheckpointError(
+                f"{self.checkpoint.folder} lacks {part.name}: quantise the source again."
+            )
+        numel = math.prod(part.shape)
+        shapeless = numel == 1 or self.layout.SWIZZLED
+        fits = info.numel == numel if shapeless else info.shape == part.shape
+        if (info.dtype, fits) != (part.dtype, True) and not part.name.endswith(_MARKER_SUFFIX):
+            raise CheckpointError(
+                f"{part.name} is {_form(info)} where the {self.layout.NAME} layout stores "
+                f"{_form(part)}: quantise the source again."
+            )
 
     def tensor(self, name: str) -> Tensor:
         """A source tensor: dequantised to fp32, or as stored."""
@@ -93,6 +127,10 @@ class StoredWeights:
         if module in self.quantized:
             return dequantize(self.stored(module).weight)
         return self.checkpoint.read(name)
+
+
+def _form(tensor: TensorInfo | Output) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
 
 
 def open_weights(checkpoint: Checkpoint) -> StoredWeights:

@@ -57,8 +57,12 @@ def export(module: str, stored: Stored) -> dict[str, Tensor]:
 
 
 def modules(names: Collection[str]) -> list[str]:
-    """Modules with a qdata."""
-    return [name.removesuffix(_QDATA) for name in names if name.endswith(_QDATA)]
+    """Modules with a qdata and a per-tensor scale (torchao's other 4-bit tensors have none)."""
+    return [
+        name.removesuffix(_QDATA)
+        for name in names
+        if name.endswith(_QDATA) and name.removesuffix(_QDATA) + _PER_TENSOR in names
+    ]
 
 
 def shape(module: str, checkpoint: Checkpoint) -> Shape:

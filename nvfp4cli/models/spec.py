@@ -42,6 +42,10 @@ class ModuleSpec:
     quantize: bool = True  # False: stays in the source dtype unless a recipe says otherwise
     optional: bool = False
 
+    def fused_module(self, module: str) -> str | None:
+        """Full name of the merged module into which engines put `module`, or None."""
+        return None if self.fused is None else f"{module.rpartition('.')[0]}.{self.fused}"
+
 
 @dataclass(frozen=True)
 class Claim:
@@ -60,9 +64,7 @@ class Claim:
     @property
     def fused_module(self) -> str | None:
         """Full name of the merged module this one goes into, or None."""
-        if self.spec.fused is None:
-            return None
-        return self.module.rpartition(".")[0] + "." + self.spec.fused
+        return self.spec.fused_module(self.module)
 
 
 @dataclass(frozen=True)
@@ -78,14 +80,14 @@ class ArchSpec:
     def claim(self, names: Iterable[str], config: dict[str, Any]) -> dict[str, Claim | None]:
         """Say what every tensor is; None for one that is kept as it is.
 
-        Raises UnsupportedError for a tensor that no pattern claims, lies in a layer beyond
-        num_hidden_layers, or is missing from the checkpoint.
+        Raises UnsupportedError for a tensor that no pattern claims, that lies in a layer beyond
+        num_hidden_layers, or that is missing from the checkpoint.
         """
         layers = int(config["num_hidden_layers"])
         matchers = [(_regex(m.pattern), m) for m in self.modules]
         keepers = [_regex(pattern) for pattern in self.keep]
         claims: dict[str, Claim | None] = {}
-        unclaimed = []
+        unclaimed, beyond = [], []
         for name in names:
             module, _, part = name.rpartition(".")
             found = [(hit, m) for regex, m in matchers if (hit := regex.fullmatch(module))]
@@ -94,7 +96,9 @@ class ArchSpec:
                 layer = int(found[0][0]["layer"])
             if any(k.fullmatch(name) for k in keepers):
                 claims[name] = None
-            elif found and part in ("weight", "bias") and (layer is None or layer < layers):
+            elif layer is not None and layer >= layers:
+                beyond.append(name)
+            elif found and part in ("weight", "bias"):
                 claims[name] = Claim(name, module, part, found[0][1], layer)  # type: ignore[arg-type]
             else:
                 unclaimed.append(name)
@@ -105,8 +109,19 @@ class ArchSpec:
                 f"{'it' if len(unclaimed) == 1 else 'them'} in a copy of "
                 f"{SPECS / (self.model_type + '.yaml')} and pass the copy with --arch-spec."
             )
+        if beyond:
+            raise UnsupportedError(
+                f"config.json promises {layers} layers, and the checkpoint also holds "
+                f"{_some(beyond)}: correct num_hidden_layers or remove the other tensors."
+            )
         self._check_complete(claims, config)
         return claims
+
+    def fused_module(self, module: str) -> str | None:
+        """Full name of the merged module into which engines put `module`, or None."""
+        found = (m for m in self.modules if _regex(m.pattern).fullmatch(module))
+        spec = next(found, None)
+        return spec.fused_module(module) if spec else None
 
     def tied(self, config: dict[str, Any]) -> bool:
         """True where the output head reuses the embedding."""
@@ -133,6 +148,10 @@ def load(model_type: str, path: Path | None = None) -> ArchSpec:
 
     Raises UnsupportedError for an unknown model_type or a spec that makes no sense.
     """
+    if path is not None and not path.is_file():
+        raise UnsupportedError(
+            f"There is no architecture spec {path}: check the path given with --arch-spec."
+        )
     path = path or SPECS / f"{model_type}.yaml"
     if not path.is_file():
         raise UnsupportedError(
@@ -142,6 +161,7 @@ def load(model_type: str, path: Path | None = None) -> ArchSpec:
         )
     document = _read(path)
     modules = tuple(_module(path, *item) for item in document["modules"].items())
+    _check_references(path, modules)
     return ArchSpec(
         model_type=document["model_type"],
         modules=modules,
@@ -167,7 +187,14 @@ def _read(path: Path) -> dict[str, Any]:
     known_keys = {"model_type", "extends", "modules", "keep", "norm_gain", "tied_by_default"}
     if unknown := sorted(set(document) - known_keys):
         raise UnsupportedError(f"{path} has the unknown key {unknown[0]!r}: remove it.")
+    for key, kind, name in (("modules", dict, "mapping"), ("keep", list, "list")):
+        if not isinstance(document.get(key, kind()), kind):
+            raise UnsupportedError(f"{path}: {key} is no {name}: write it as llama.yaml does.")
     if base_name := document.pop("extends", None):
+        if base_name not in known():
+            raise UnsupportedError(
+                f"{path} extends {base_name!r}: name one of {', '.join(known())} there."
+            )
         base = _read(SPECS / f"{base_name}.yaml")
         document = {
             **base,
@@ -181,6 +208,11 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _module(path: Path, pattern: str, entry: dict[str, Any]) -> ModuleSpec:
+    if not isinstance(pattern, str) or pattern.count("{layer}") > 1:
+        raise UnsupportedError(
+            f"{path}: the module {pattern!r} is no pattern: write its name with at most one "
+            "{layer}."
+        )
     try:
         spec = ModuleSpec(pattern, **entry)
     except TypeError as error:
@@ -191,6 +223,20 @@ def _module(path: Path, pattern: str, entry: dict[str, Any]) -> ModuleSpec:
     if (spec.role == "reader") != (spec.norm is not None):
         raise UnsupportedError(f"{path}: {pattern} must name a norm if and only if it is a reader.")
     return spec
+
+
+def _check_references(path: Path, modules: tuple[ModuleSpec, ...]) -> None:
+    roles = {module.pattern: module.role for module in modules}
+    for module in modules:
+        for key, target, role in (
+            ("norm", module.norm, "norm"),
+            ("tied_to", module.tied_to, "embed"),
+        ):
+            if target is not None and roles.get(target) != role:
+                raise UnsupportedError(
+                    f"{path}: the {key} of {module.pattern} is {target!r}, which is no module of "
+                    f"role {role} there: name one that is."
+                )
 
 
 def _one_of(path: Path, what: str, value: Any, choices: Any) -> Any:

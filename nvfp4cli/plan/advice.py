@@ -47,8 +47,7 @@ def _quantized(jobs: list[Job]) -> list[Member]:
 
 def _ragged(jobs: list[Job]) -> list[str]:
     """Parts of fused layers whose rows do not end on a tile of swizzled scales."""
-    parts = [m for job in jobs if len(job.members) > 1 for m in job.members]
-    return [m.name for m in parts if m.shape[0] % _TORCHAO_ROWS]
+    return [m.name for m in _quantized(jobs) if m.fused and m.shape[0] % _TORCHAO_ROWS]
 
 
 def _and_more(items: list[str]) -> str:

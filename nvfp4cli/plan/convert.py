@@ -10,10 +10,13 @@ from nvfp4cli.checkpoint.writer import Output
 from nvfp4cli.errors import UnsupportedError
 from nvfp4cli.layouts import LAYOUTS, StoredWeights, open_weights
 from nvfp4cli.layouts.record import Layout
+from nvfp4cli.models import spec as specs
 from nvfp4cli.plan import advice
 from nvfp4cli.plan.assemble import RECORD_FILE, assemble
 from nvfp4cli.plan.record import Facts, Job, Member, Plan
 from nvfp4cli.recipe import Recipe, load
+
+_HEAD = "lm_head"
 
 
 def plan_convert(checkpoint: Checkpoint, layout_name: str, max_shard_size: str | None) -> Plan:
@@ -32,15 +35,12 @@ def plan_convert(checkpoint: Checkpoint, layout_name: str, max_shard_size: str |
     origin = _origin(checkpoint.folder)
     recipe = origin["recipe"].merged(layout=layout_name, max_shard_size=max_shard_size)
     jobs = [_job(name, weights, layout) for name in weights.names]
-    kept = [
-        name.removesuffix(".weight")
-        for name in weights.plain
-        if name.endswith(".weight") and name in _linear_like(weights)
-    ]
+    # Reading goes through the source's files from front to back.
+    jobs.sort(key=lambda job: (job.members[0].source.file, job.members[0].source.start))
     facts = Facts(
         model=origin["model"],
         rotation=origin["rotation"],
-        kept=tuple(kept),
+        kept=tuple(_kept(weights)),
         untied=False,
         warnings=tuple(advice.warnings(jobs, layout)),
         next_step=advice.next_step(jobs, layout),
@@ -64,17 +64,27 @@ def _check_representable(weights: StoredWeights, layout: Layout) -> None:
         )
 
 
-def _linear_like(weights: StoredWeights) -> set[str]:
-    """Kept weights that an engine could take for linear modules to be quantised.
+def _kept(weights: StoredWeights) -> list[str]:
+    """Modules that an engine could take for linear ones to be quantised.
 
-    Two-dimensional weights except embeddings, which have an embedding's name in every
-    architecture the tool writes.
+    Those of two-dimensional weights except embeddings, which have an embedding's name in every
+    architecture the tool writes, and a tied head, which has no tensor of its own.
     """
-    return {
-        name
+    kept = [
+        name.removesuffix(".weight")
         for name in weights.plain
-        if len(weights.checkpoint.tensors[name].shape) == 2 and "embed" not in name
-    }
+        if name.endswith(".weight")
+        and len(weights.checkpoint.tensors[name].shape) == 2
+        and "embed" not in name
+    ]
+    return kept if f"{_HEAD}.weight" in weights.names else [*kept, _HEAD]
+
+
+def _fused(module: str, model_type: object) -> str | None:
+    """The engines' merged module; without a spec to say so, any module may become a part of one."""
+    if model_type in specs.known():
+        return specs.load(str(model_type)).fused_module(module)
+    return module
 
 
 def _job(name: str, weights: StoredWeights, layout: Layout) -> Job:
@@ -88,7 +98,8 @@ def _job(name: str, weights: StoredWeights, layout: Layout) -> Job:
     assert weights.layout is not None
     codes = weights.layout.outputs(module, shape, False)[0].name
     outputs = layout.outputs(module, shape, weights.activations)
-    member = Member(name, tensors[codes], shape, "repack", "NVFP4", (), outputs)
+    fused = _fused(module, weights.checkpoint.config.get("model_type"))
+    member = Member(name, tensors[codes], shape, "repack", "NVFP4", (), outputs, fused)
     return Job("weights", (member,))
 
 

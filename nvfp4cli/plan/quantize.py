@@ -10,7 +10,7 @@ import torch
 
 from nvfp4cli.checkpoint.reader import Checkpoint
 from nvfp4cli.checkpoint.writer import Output
-from nvfp4cli.errors import RecipeError, UnsupportedError
+from nvfp4cli.errors import CheckpointError, RecipeError, UnsupportedError
 from nvfp4cli.formats.nvfp4 import BLOCK
 from nvfp4cli.layouts import LAYOUTS, open_weights
 from nvfp4cli.layouts.record import Layout
@@ -44,17 +44,16 @@ def plan_quantize(
     errors. Raises RecipeError, CheckpointError or UnsupportedError with one sentence.
     """
     config = checkpoint.config
-    _refuse_quantized(config)
+    _check_source(checkpoint)
     model_type = str(config.get("model_type"))
     spec = specs.load(model_type, arch_spec)
     rotations = Rotations.of(recipe.rotate, recipe.rotation_kind, recipe.seed, config)
     layout = LAYOUTS[recipe.layout] if recipe.scheme == "w4a16" else None
     context = _Context(checkpoint, recipe, spec, rotations, layout)
     claims = spec.claim(checkpoint.tensors, config)
-    claims = _heads(claims, context)
+    claims = _ordered(_heads(claims, context), spec)
     chosen, notes = _choose(claims, context)
-    _check_widths(chosen, checkpoint, claims)
-    members = [_member(name, claims[name], chosen.get(name), context) for name in _order(claims)]
+    members = [_member(name, claim, chosen.get(name), context) for name, claim in claims.items()]
     jobs = _group(members, claims)
     if strict and notes:
         raise RecipeError(notes[0])
@@ -81,14 +80,23 @@ def plan_quantize(
     return assemble(open_weights(checkpoint), recipe, layout, jobs, facts)
 
 
-def _refuse_quantized(config: dict[str, object]) -> None:
-    quantization = config.get("quantization_config")
-    if quantization:
+def _check_source(checkpoint: Checkpoint) -> None:
+    """Refuse what is already quantised, and a config.json without the sizes of a decoder."""
+    quantization = checkpoint.config.get("quantization_config")
+    found = open_weights(checkpoint).layout  # ComfyUI's is not in config.json
+    if quantization or found:
         method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        method = method or (found and found.NAME)
         raise UnsupportedError(
             f"The checkpoint is already quantised ({method or 'unknown method'}): start from the "
             "unquantised model, or use `nvfp4 convert` to change the layout of an NVFP4 one."
         )
+    for key in ("model_type", "hidden_size", "num_attention_heads", "num_hidden_layers"):
+        if key not in checkpoint.config:
+            raise CheckpointError(
+                f"{checkpoint.folder / 'config.json'} has no {key}: name the checkpoint of a "
+                "decoder-only language model."
+            )
 
 
 def _heads(claims: dict[str, Claim | None], context: _Context) -> dict[str, Claim | None]:
@@ -128,13 +136,18 @@ def _choose(claims: dict[str, Claim | None], context: _Context) -> tuple[dict[st
         if not modules
     ]
     out = {module for modules in ignored.values() for module in modules}
-    extra = {module for modules in included.values() for module in modules}
+    extra = {m for modules in included.values() for m in modules if not linears[m].spec.quantize}
     _check_included(extra, claims, context)
     chosen = {
         f"{module}.weight": "linear" if claim.spec.quantize else "--include"
         for module, claim in linears.items()
         if module not in out and (claim.spec.quantize or module in extra)
     }
+    if not chosen:
+        raise RecipeError(
+            "The --ignore patterns leave nothing to quantise: ignore less, or use --scheme none."
+        )
+    _check_widths(linears, chosen, context)
     return chosen, [*notes, *_split_groups(linears, chosen)]
 
 
@@ -167,9 +180,10 @@ def _split_groups(linears: dict[str, Claim], chosen: dict[str, str]) -> list[str
     if not split:
         return []
     parts = ", ".join(name.rpartition(".")[2] for name in groups[split[0]])
+    more = f" and of {len(split) - 1} more such layers" if len(split) > 1 else ""
     return [
-        f"The patterns quantise only a part of {split[0]}, and {len(split) - 1} more such layers, "
-        f"which engines refuse: ignore all of {parts} or none of them."
+        f"The patterns quantise only a part of {split[0]}{more}, which engines refuse: ignore all "
+        f"of {parts} or none of them."
     ]
 
 
@@ -186,15 +200,13 @@ def _matching(pattern: str, modules: Iterable[str]) -> list[str]:
     return [module for module in modules if matches(module)]
 
 
-def _check_widths(
-    chosen: dict[str, str], checkpoint: Checkpoint, claims: dict[str, Claim | None]
-) -> None:
+def _check_widths(linears: dict[str, Claim], chosen: dict[str, str], context: _Context) -> None:
     """NVFP4 blocks are 16 wide. One error lists every layer that has a rest."""
     bad = {}
-    for name in chosen:
-        info = checkpoint.tensors.get(name)
-        if info is not None and (len(info.shape) != 2 or info.shape[1] % BLOCK):
-            bad[name.removesuffix(".weight")] = list(info.shape)
+    for module, claim in linears.items():
+        shape = context.checkpoint.tensors[_source(claim, context)].shape
+        if claim.tensor in chosen and (len(shape) != 2 or shape[1] % BLOCK):
+            bad[module] = list(shape)
     if bad:
         layers = ", ".join(f"{module} {shape}" for module, shape in bad.items())
         patterns = sorted({re.sub(r"\.\d+\.", ".*.", module) for module in bad})
@@ -205,12 +217,16 @@ def _check_widths(
         )  # fmt: skip
 
 
+def _source(claim: Claim, context: _Context) -> str:
+    """The tensor that a claimed one is made from: the embedding for a tied head."""
+    if claim.spec.tied_to and context.spec.tied(context.checkpoint.config):
+        return f"{claim.spec.tied_to}.weight"
+    return claim.tensor
+
+
 def _member(name: str, claim: Claim | None, chosen: str | None, context: _Context) -> Member:
     checkpoint, recipe = context.checkpoint, context.recipe
-    source = name
-    if claim and claim.spec.tied_to and context.spec.tied(checkpoint.config):
-        source = f"{claim.spec.tied_to}.weight"
-    info = checkpoint.tensors[source]
+    info = checkpoint.tensors[_source(claim, context) if claim else name]
     edits = fold.edits(claim, context.spec, context.rotations, info.shape) if claim else ()
     if claim and info.dtype not in _FLOATS:
         raise UnsupportedError(
@@ -221,7 +237,8 @@ def _member(name: str, claim: Claim | None, chosen: str | None, context: _Contex
         shape = (info.shape[0], info.shape[1])
         assert claim is not None
         outputs = context.layout.outputs(claim.module, shape, False)
-        return Member(name, info, info.shape, "quantize", chosen, edits, outputs)
+        fused = claim.fused_module
+        return Member(name, info, info.shape, "quantize", chosen, edits, outputs, fused)
     dtype = info.dtype if claim is None or recipe.dtype == "source" else _dtype(recipe.dtype)
     output = Output(name, dtype, info.shape)
     changed = bool(edits) or dtype != info.dtype
@@ -249,34 +266,35 @@ def _why_kept(claim: Claim | None, recipe: Recipe) -> str:
     return "--ignore"
 
 
-def _order(claims: dict[str, Claim | None]) -> list[str]:
-    """Embedding, layers by number, then what follows them; inside a layer as the spec lists."""
+def _ordered(claims: dict[str, Claim | None], spec: ArchSpec) -> dict[str, Claim | None]:
+    """Embedding, layers by number, then what follows them; inside a layer as the spec lists.
 
-    def key(name: str) -> tuple[int, int, str]:
+    So it does not depend on how the source deals its tensors out to files.
+    """
+    position = {module.pattern: i for i, module in enumerate(spec.modules)}
+
+    def key(name: str) -> tuple[int, int, int, str]:
         claim = claims[name]
         if claim is None:
             number = re.search(r"\.(\d+)\.", name)
-            return (1, int(number[1]), name) if number else (2, 0, name)
+            return (1, int(number[1]), len(position), name) if number else (2, 0, 0, name)
+        place = position[claim.spec.pattern]
         if claim.layer is not None:
-            return (1, claim.layer, "")
-        return (0, 0, "") if claim.spec.role == "embed" else (2, 0, "")
+            return (1, claim.layer, place, name)
+        return (0 if claim.spec.role == "embed" else 2, 0, place, name)
 
-    position = {name: i for i, name in enumerate(claims)}
-    return sorted(claims, key=lambda name: (*key(name), position[name]))
+    return {name: claims[name] for name in sorted(claims, key=key)}
 
 
 def _group(members: list[Member], claims: dict[str, Claim | None]) -> list[Job]:
     """Members of one fused module become one job, at the place of the first."""
     jobs: dict[str, Job] = {}
     for member in members:
-        claim = claims[member.name]
-        key = member.name
-        if claim and claim.fused_module and member.action == "quantize":
-            key = claim.fused_module
+        key = member.fused or member.name
         if key in jobs:
             jobs[key] = replace(jobs[key], members=(*jobs[key].members, member))
         else:
-            jobs[key] = Job(_stage(claim), (member,))
+            jobs[key] = Job(_stage(claims[member.name]), (member,))
     return list(jobs.values())
 
 

@@ -24,7 +24,8 @@ class Member:
 
     name: the source model's name of the tensor. source: where it is read from, which is another
     tensor for a head that R1 unties. reason: of the decision, for people. edits: in order.
-    outputs: what is written, all in one file.
+    outputs: what is written, all in one file. fused: the engines' merged module that a quantised
+    weight becomes a part of.
     """
 
     name: str
@@ -34,11 +35,19 @@ class Member:
     reason: str
     edits: tuple[Edit, ...]
     outputs: tuple[Output, ...]
+    fused: str | None = None
 
     @property
     def module(self) -> str:
         """The module that owns the tensor."""
         return self.name.rpartition(".")[0]
+
+    @property
+    def streamed(self) -> bool:
+        """True for a tensor that passes through in pieces and is never whole in memory."""
+        if self.action == "edit":
+            return len(self.shape) == 2 and all(edit.row_local for edit in self.edits)
+        return self.action == "copy"
 
     @property
     def output_bytes(self) -> int:
@@ -120,10 +129,11 @@ class Plan:
         """
         largest = 0
         for job in self.jobs:
-            wide = sum(m.source.numel * 4 * 3 for m in job.members if m.edits and m.source.shape)
-            streamed = all(m.action == "copy" for m in job.members)
-            outputs = sum(m.output_bytes for m in job.members)
-            largest = max(largest, 0 if streamed else 2 * job.source_bytes + wide + 2 * outputs)
+            whole = [m for m in job.members if not m.streamed]
+            read = sum(m.source.nbytes for m in whole)
+            wide = sum(m.source.numel * 4 * 3 for m in whole if m.edits)
+            outputs = sum(m.output_bytes for m in whole)
+            largest = max(largest, 2 * read + wide + 2 * outputs)
         return largest + SCRATCH_BYTES
 
     def totals(self) -> dict[str, Any]:

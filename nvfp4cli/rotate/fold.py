@@ -60,7 +60,7 @@ class ScaleColumns:
 
     def apply(self, x: Tensor, read: Read) -> Tensor:
         """Multiply column k by g[k]."""
-        return x * (read(self.gain).to(x.dtype) + self.offset)
+        return x * (read(self.gain).to(x) + self.offset)
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,224 @@
+"""Errors of a checkpoint against the unquantised model it was made from.
+
+The source is folded and rotated first, as the checkpoint's own record says, so that what remains
+is the error of the quantisation.
+"""
+
+import math
+from collections.abc import Collection
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from nvfp4cli.checkpoint.reader import Checkpoint, TensorInfo
+from nvfp4cli.describe import folder
+from nvfp4cli.describe.architecture import spec_of
+from nvfp4cli.describe.inventory import Inventory
+from nvfp4cli.describe.record import Violation, Weight
+from nvfp4cli.describe.values import decode, same_bytes
+from nvfp4cli.errors import CheckpointError, UnsupportedError
+from nvfp4cli.layouts import open_weights
+from nvfp4cli.models.spec import ArchSpec, Claim
+from nvfp4cli.rotate import fold
+from nvfp4cli.rotate.fold import Rotations
+
+_WORST = 10
+_TIED = ("lm_head.weight", "model.embed_tokens.weight")  # where no spec tells
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """Of one tensor from its (folded) source, with w the source and w' what is stored.
+
+    kind: "quantized", "edited" (folded, or of another dtype) or "copied". snr_db: 10 log10(sum w^2
+    / sum (w - w')^2), inf for equal tensors. relative_error: the square root of the inverse ratio.
+    changed_bits_share: of copied tensors only.
+    """
+
+    name: str
+    kind: Literal["quantized", "edited", "copied"]
+    snr_db: float
+    relative_error: float
+    max_abs_error: float
+    changed_bits_share: float | None
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """All deviations in name order, and the broken invariants."""
+
+    source: str
+    deviations: tuple[Deviation, ...]
+    violations: tuple[Violation, ...]
+
+    @property
+    def worst(self) -> list[Deviation]:
+        """Those with the lowest SNR first; tensors without an error are left out."""
+        finite = [d for d in self.deviations if d.snr_db < math.inf]
+        return sorted(finite, key=lambda d: d.snr_db)[:_WORST]
+
+    @property
+    def mean_snr_db(self) -> float | None:
+        """Mean over the quantised tensors that have an error, None if there is none."""
+        found = [d.snr_db for d in self.deviations if d.kind == "quantized"]
+        found = [snr for snr in found if math.isfinite(snr)]
+        return sum(found) / len(found) if found else None
+
+    def facts(self) -> dict[str, Any]:
+        """As JSON holds it."""
+        return {
+            "source": self.source,
+            "mean_snr_db": self.mean_snr_db,
+            "worst": [asdict(deviation) for deviation in self.worst],
+            "tensors": [asdict(deviation) for deviation in self.deviations],
+        }
+
+
+def compare(
+    inventory: Inventory, source: Checkpoint, name: str, unreadable: Collection[str]
+) -> Comparison:
+    """Measure every tensor, one at a time.
+
+    name: the source as the user calls it. unreadable: weights that lack a part. Raises
+    CheckpointError for a source that is quantised itself, UnsupportedError where the rotation
+    cannot be repeated.
+    """
+    if open_weights(source).layout is not None or source.config.get("quantization_config"):
+        raise CheckpointError(
+            f"{name} is quantised itself: give the unquantised model that the checkpoint was made "
+            "from."
+        )
+    original = _Original.of(source, folder.read_record(inventory.checkpoint.folder))
+    weights = {weight.name: weight for weight in inventory.weights}
+    found = _check_names(weights, original, name)
+    deviations = []
+    for weight in weights.values():
+        info = original.info(weight.name)
+        if info is None or weight.name in unreadable:
+            continue
+        if weight.shape != info.shape:
+            message = (
+                f"{weight.name} has shape {list(weight.shape or ())} and its source "
+                f"{list(info.shape)}: check that {name} is the source."
+            )
+            found.append(Violation(weight.name, "source-shape", message))
+            continue
+        deviation = _deviation(weight, info, inventory, original)
+        deviations.append(deviation)
+        if deviation.changed_bits_share:
+            message = (
+                f"{weight.name} is a copy that differs from its source in "
+                f"{deviation.changed_bits_share:.2%} of its bits: write the checkpoint again."
+            )
+            found.append(Violation(weight.name, "copy-changed", message))
+    return Comparison(name, tuple(deviations), tuple(found))
+
+
+@dataclass(frozen=True)
+class _Original:
+    """The source under the names that the checkpoint gives its tensors.
+
+    claims: what the rotations touch, empty without any. tied: head -> embedding, where the source
+    ties them.
+    """
+
+    checkpoint: Checkpoint
+    spec: ArchSpec | None
+    rotations: Rotations | None
+    claims: dict[str, Claim | None]
+    tied: dict[str, str]
+
+    @classmethod
+    def of(cls, source: Checkpoint, record: folder.Record | None) -> "_Original":
+        config, spec = source.config, spec_of(source.config)
+        tied = {}
+        if spec is not None and spec.tied(config):
+            tied = {f"{m.pattern}.weight": f"{m.tied_to}.weight" for m in spec.modules if m.tied_to}
+        elif spec is None and config.get("tie_word_embeddings"):
+            tied = dict([_TIED])
+        if record is None or record.names == "none":
+            return cls(source, spec, None, {}, tied)
+        if spec is None:
+            raise UnsupportedError(
+                f"The checkpoint is rotated and there is no spec of {config.get('model_type')!r} "
+                "to rotate the source with: leave out --against."
+            )
+        rotations = Rotations.of(record.names, record.kind, record.seed, config)
+        claims = spec.claim(source.tensors, config)
+        for head in tied:
+            module = head.removesuffix(".weight")
+            head_spec = next(m for m in spec.modules if m.pattern == module)
+            claims[head] = Claim(head, module, "weight", head_spec, None)
+        return cls(source, spec, rotations, claims, tied)
+
+    def info(self, name: str) -> TensorInfo | None:
+        """Where the source holds a tensor; for a tied head that is the embedding."""
+        return self.checkpoint.tensors.get(self.tied.get(name, name))
+
+    def edits(self, name: str, shape: tuple[int, ...]) -> tuple[fold.Edit, ...]:
+        """What was done to the tensor before it was quantised."""
+        claim = self.claims.get(name)
+        if claim is None or self.spec is None or self.rotations is None:
+            return ()
+        return fold.edits(claim, self.spec, self.rotations, shape)
+
+
+def _check_names(weights: dict[str, Weight], original: _Original, name: str) -> list[Violation]:
+    """Every tensor of the source is there, and no other. A tied head may be there or not."""
+    found = []
+    for missing in sorted(
+        original.checkpoint.tensors.keys() - weights.keys() - original.tied.keys()
+    ):
+        message = f"{missing} of {name} is missing: quantise the source again."
+        found.append(Violation(missing, "source-missing", message))
+    for extra in weights:
+        if original.info(extra) is None:
+            message = (
+                f"{extra} has no counterpart in {name}: check that this is the source, then remove "
+                "the tensor."
+            )
+            found.append(Violation(extra, "source-extra", message))
+    return found
+
+
+def _deviation(
+    weight: Weight, info: TensorInfo, inventory: Inventory, original: _Original
+) -> Deviation:
+    checkpoint, source = inventory.checkpoint, original.checkpoint
+    edits = original.edits(weight.name, info.shape)
+    if weight.format != "plain":
+        kind: Literal["quantized", "edited", "copied"] = "quantized"
+    else:
+        own = checkpoint.tensors[weight.name]
+        kind = "edited" if edits or own.dtype != info.dtype else "copied"
+        if kind == "copied" and same_bytes(own, checkpoint, info, source):
+            return Deviation(weight.name, kind, math.inf, 0.0, 0.0, 0.0)
+    stored = decode(weight, inventory)
+    expected = source.read(info.name)
+    changed = _changed_bits(stored, expected) if kind == "copied" else None
+    expected = fold.apply(expected, edits, source.read)
+    return Deviation(weight.name, kind, *_errors(expected, stored), changed)
+
+
+def _errors(expected: Tensor, stored: Tensor) -> tuple[float, float, float]:
+    """SNR in dB, relative error, largest absolute error."""
+    difference = expected - stored.to(expected.dtype)
+    signal, noise = (
+        # In double precision, since squares of weights below 1e-19 vanish in fp32.
+        torch.linalg.vector_norm(x, dtype=torch.float64).item() for x in (expected, difference)
+    )  # fmt: skip
+    largest = difference.abs_().max().item() if difference.numel() else 0.0
+    if noise == 0:
+        return math.inf, 0.0, largest
+    if signal == 0:
+        return -math.inf, math.inf, largest
+    return 20 * math.log10(signal / noise), noise / signal, largest
+
+
+def _changed_bits(stored: Tensor, expected: Tensor) -> float:
+    """Share of the bits of two tensors of one dtype that differ."""
+    different = (stored.flatten().view(torch.uint8) ^ expected.flatten().view(torch.uint8)).long()
+    bits = sum(int((different >> bit & 1).sum()) for bit in range(8))
+    return bits / max(1, 8 * different.numel())

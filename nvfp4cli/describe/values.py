@@ -1,0 +1,92 @@
+"""The data of a checkpoint, one tensor at a time: decoded weights, and what is not finite."""
+
+import math
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from nvfp4cli.checkpoint.reader import Checkpoint, TensorInfo
+from nvfp4cli.describe.inventory import Inventory
+from nvfp4cli.describe.record import Violation, Weight
+from nvfp4cli.errors import UnsupportedError
+from nvfp4cli.formats import e4m3, nvfp4
+
+_PIECE_BYTES = 16 << 20  # of a plain tensor, so that an embedding is never whole in memory
+_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
+
+
+def decode(weight: Weight, inventory: Inventory) -> Tensor:
+    """A weight as fp32 (plain ones as stored). An NVFP4 weight must have all its parts.
+
+    Raises UnsupportedError for MXFP4, which no layout of this tool reads.
+    """
+    checkpoint = inventory.checkpoint
+    if weight.format == "nvfp4":
+        assert inventory.layout is not None and weight.shape is not None
+        n, k = weight.shape
+        stored = inventory.layout.load(weight.module, (n, k), checkpoint.read, False)
+        return nvfp4.dequantize(stored.weight)
+    if weight.format == "fp8":
+        return _decode_fp8(weight, checkpoint)
+    if weight.format == "mxfp4":
+        raise UnsupportedError(
+            f"{weight.name} is in MXFP4, which cannot be measured yet: leave out --against."
+        )
+    return checkpoint.read(weight.name)
+
+
+def _decode_fp8(weight: Weight, checkpoint: Checkpoint) -> Tensor:
+    """E4M3 values times one scale for the tensor, each row, or each block of rows and columns."""
+    codes = e4m3.decode(checkpoint.read(weight.parts[0]))  # [N, K]
+    scales = [part for part in weight.parts[1:] if "weight_scale" in part]
+    if not scales:
+        return codes
+    scale = checkpoint.read(scales[0]).to(torch.float32)
+    if scale.numel() == 1:
+        return codes * scale.reshape(())
+    rows = scale.reshape(scale.shape[0], -1)  # [N or N / block, 1 or K / block]
+    for axis in (0, 1):
+        if rows.shape[axis] > 1:
+            step = -(-codes.shape[axis] // rows.shape[axis])
+            rows = rows.repeat_interleave(step, axis).narrow(axis, 0, codes.shape[axis])
+    return codes * rows
+
+
+def pieces(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[Tensor]:
+    """A tensor's values in order, flat, a bounded number at a time."""
+    for start in range(0, info.nbytes, _PIECE_BYTES):
+        stop = min(start + _PIECE_BYTES, info.nbytes)
+        yield checkpoint.read_bytes(info, start, stop).view(info.dtype)
+
+
+def same_bytes(
+    info: TensorInfo, checkpoint: Checkpoint, other: TensorInfo, other_checkpoint: Checkpoint
+) -> bool:
+    """True for equal dtype, shape and bytes."""
+    if (info.dtype, info.shape) != (other.dtype, other.shape):
+        return False
+    pairs = zip(pieces(checkpoint, info), pieces(other_checkpoint, other), strict=True)
+    return all(a.view(torch.uint8).equal(b.view(torch.uint8)) for a, b in pairs)
+
+
+def check_finite(name: str, checkpoint: Checkpoint) -> Iterator[Violation]:
+    """NaN and Inf in a tensor that is stored as plain or as E4M3 floats."""
+    info = checkpoint.tensors[name]
+    bad = sum(_not_finite(piece) for piece in pieces(checkpoint, info))
+    if bad:
+        yield Violation(
+            name,
+            "not-finite",
+            f"{name} holds {bad} value{'s' if bad > 1 else ''} that "
+            f"{'are' if bad > 1 else 'is'} NaN or Inf: repair the source and quantise it again.",
+        )
+
+
+def _not_finite(values: Tensor) -> int:
+    if values.dtype == torch.float8_e4m3fn:  # it has no Inf
+        return int((values.view(torch.uint8) & e4m3.NAN_BYTE == e4m3.NAN_BYTE).sum())
+    # One pass that allocates nothing; most tensors need no second one.
+    if values.dtype not in _FLOATS or math.isfinite(nvfp4.amax(values)):
+        return 0
+    return int((~torch.isfinite(values)).sum())

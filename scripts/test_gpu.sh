@@ -1,0 +1,7 @@
+#!/usr/bin/env bash
+# Run the kernels' tests on a CUDA device, compiled. Arguments go to pytest; PYTHON names another
+# interpreter than the environment's.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+unset TRITON_INTERPRET
+exec "${PYTHON:-python}" -m pytest -m gpu tests/kernels "$@"
