@@ -27,8 +27,10 @@ from nvfp4cli.layouts.record import Stored
 from nvfp4cli.plan.record import Job, Member, Plan
 from nvfp4cli.rotate import fold
 
-# Kept tensors pass through in pieces of this size, edited ones in row tiles of it.
+# Kept tensors pass through in pieces of this size.
 _PIECE_BYTES = 16 << 20
+# Edited ones do in tiles of rows: smaller, because a fold holds about six of them in fp32 at once.
+_TILE_VALUES = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,7 @@ def run(plan: Plan, out: Path, *, resume: bool = False, device: str = "cpu") -> 
     """
     source = plan.weights.checkpoint.folder
     _check_disk(plan, out)
-    with OutputFolder(out, source, _fingerprint(plan), resume) as folder:
+    with OutputFolder(out, source, _fingerprint(plan, device), resume) as folder:
         try:
             yield from _write(plan, out, device)
         except WeightError:
@@ -94,8 +96,12 @@ def _check_disk(plan: Plan, out: Path) -> None:
     writer.check_disk(out, plan.output_bytes - written)
 
 
-def _fingerprint(plan: Plan) -> dict[str, Any]:
-    """What must not change between a run and its resumption."""
+def _fingerprint(plan: Plan, device: str) -> dict[str, Any]:
+    """What must not change between a run and its resumption.
+
+    Quantising gives the same bits everywhere, the matrix products of a rotation do not.
+    """
+    rotated = any(member.edits for member in plan.members)
     checkpoint = plan.weights.checkpoint
     files = {}
     for file in checkpoint.metadata:
@@ -108,6 +114,7 @@ def _fingerprint(plan: Plan) -> dict[str, Any]:
         "recipe": plan.recipe.to_dict(),
         "source": hashlib.sha256(content.encode()).hexdigest(),
         "architecture spec": hashlib.sha256(plan.facts.spec_text.encode()).hexdigest(),
+        "device": device if rotated else "any",
     }
 
 
@@ -249,7 +256,7 @@ def _stream(plan: Plan, member: Member, shards: ShardWriter) -> None:
             shards.write_bytes(member.name, start, data)
         return
     rows, columns = info.shape
-    step = max(1, _PIECE_BYTES // (4 * columns))
+    step = max(1, _TILE_VALUES // columns)
     row_bytes = columns * member.outputs[0].dtype.itemsize
     for start in range(0, rows, step):
         tile = checkpoint.read_rows(info.name, start, min(start + step, rows))

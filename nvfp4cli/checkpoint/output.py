@@ -77,7 +77,9 @@ class OutputFolder:
                 folder.mkdir(exist_ok=True)
             resuming = self._check_content()
             journal = self._path / JOURNAL
-            self._lock = self._open_journal(os.O_RDWR if resuming else os.O_CREAT | os.O_EXCL | os.O_RDWR)
+            self._lock = self._open_journal(
+                os.O_RDWR if resuming else os.O_CREAT | os.O_EXCL | os.O_RDWR
+            )
             undo.callback(os.close, self._lock)
             if not resuming:
                 undo.callback(journal.unlink)
@@ -112,8 +114,8 @@ class OutputFolder:
 
     def _remove_made(self) -> None:
         """Remove the folders made for the run, as far up as they are empty."""
-        with suppress(OSError):
-            for folder in self._lineage()[: self._made]:
+        for folder in self._lineage()[: self._made]:
+            with suppress(OSError):
                 folder.rmdir()
 
     def _check_apart(self) -> None:

@@ -148,7 +148,7 @@ def read_json(path: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{path.parent} has no {path.name}: name a folder that holds a Hugging Face checkpoint."
         ) from None
-    except (ValueError, OSError) as error:
+    except (ValueError, RecursionError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read ({error}): download it again.") from None
     if not isinstance(value, dict):
         raise CheckpointError(f"{path} is not a JSON object: download it again.")
@@ -222,7 +222,7 @@ def _read_header(folder: Path, file: str) -> tuple[dict[str, str], list[TensorIn
         ) from None
     metadata = header.pop("__metadata__", {}) if isinstance(header, dict) else None
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise CheckpointError(f"The header of {file} is not safetensors': download it again.")
+        raise CheckpointError(f"The header of {file} is no safetensors header: download it again.")
     infos = [_tensor_info(name, entry, file, 8 + length) for name, entry in header.items()]
     _check_ranges(infos, file, 8 + length, size)
     return metadata, infos

@@ -149,7 +149,7 @@ def evaluate(
     baseline: Annotated[
         str | None, typer.Option(help="Unquantised source: adds KL divergence and agreement.")
     ] = None,
-    context: Annotated[int, typer.Option(min=2, help="Tokens in a window.")] = 1024,
+    context: Annotated[int | None, typer.Option(min=2, help="Tokens in a window. [1024]")] = None,
     stride: Annotated[
         int | None, typer.Option(min=1, help="New tokens scored in a window. [context]")
     ] = None,
@@ -166,8 +166,13 @@ def evaluate(
 
     if not ppl:
         raise typer.BadParameter("say what to measure: --ppl", param_hint="--ppl")
-    options = evaluating.Options(context, stride or context, max_tokens, batch_size, dtype, device)
+    options = evaluating.Options(context, stride, max_tokens, batch_size, dtype, device)
     evaluating.perplexity(checkpoint, baseline, text, options, as_json=as_json)
+
+
+# The shells' code for Ctrl-C, which the command-line library returns or, in older versions, turns
+# into Abort.
+_INTERRUPTED = 130
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -181,9 +186,8 @@ def main(argv: list[str] | None = None) -> int:
     except Nvfp4Error as failure:
         console.error(str(failure))
         return 1
-    except (KeyboardInterrupt, typer.Abort):  # the library turns the first into the second
-        console.error("Interrupted: repeat the command, with --resume if it writes a checkpoint.")
-        return 130
+    except (KeyboardInterrupt, typer.Abort):
+        result = _INTERRUPTED
     except Exception as failure:
         # Usage errors of the command-line library, whichever copy of it is in use, show themselves.
         show, code = getattr(failure, "show", None), getattr(failure, "exit_code", None)
@@ -191,6 +195,8 @@ def main(argv: list[str] | None = None) -> int:
             raise
         show()
         return int(code)
+    if result == _INTERRUPTED:
+        console.error("Interrupted: repeat the command, with --resume if it writes a checkpoint.")
     return result if isinstance(result, int) else 0
 
 

@@ -7,13 +7,16 @@ from typing import Any
 import torch
 
 from nvfp4cli.checkpoint import hub
+from nvfp4cli.checkpoint.reader import open_checkpoint
 from nvfp4cli.cli import console
 from nvfp4cli.cli.device import pick
 from nvfp4cli.errors import RecipeError
 from nvfp4cli.evaluate.model import load, load_tokenizer
-from nvfp4cli.evaluate.perplexity import Scores, evaluate
+from nvfp4cli.evaluate.perplexity import Scores, context_limit, evaluate
 from nvfp4cli.evaluate.text import leading_bos, load_text, tokenize
+from nvfp4cli.layouts import open_weights
 
+DEFAULT_CONTEXT = 1024
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -21,8 +24,8 @@ DTYPES = ("float32", "bfloat16", "float16")
 class Options:
     """How to measure: see `evaluate.perplexity.evaluate`."""
 
-    context: int
-    stride: int
+    context: int | None  # None: 1024, or what the model takes if that is less
+    stride: int | None  # None: as many as the context
     max_tokens: int | None
     batch_size: int
     dtype: str
@@ -42,16 +45,22 @@ def perplexity(
     tokenizer = load_tokenizer(folder)
     tokens = tokenize(tokenizer, words.text, options.max_tokens)
     bos = leading_bos(tokenizer)
+    if open_weights(open_checkpoint(folder)).activations:
+        console.warn(
+            "The activations are computed unquantised: these figures are those of the weights."
+        )
     console.say(f"Measuring on {words.name}, {len(tokens)} tokens.")
     model = load(folder, dtype=dtype, device=device)
     reference = load(original, dtype=dtype, device=device) if original else None
+    context = options.context or int(min(DEFAULT_CONTEXT, context_limit(model)))
+    stride = options.stride or context
     with console.counter() as bar:
         task = bar.add_task("windows", total=None)
         scores = evaluate(
             model,
             tokens,
-            context=options.context,
-            stride=options.stride,
+            context=context,
+            stride=stride,
             batch_size=options.batch_size,
             bos=bos,
             baseline=reference,
@@ -62,8 +71,8 @@ def perplexity(
         "baseline": baseline,
         "text": words.name,
         "text_sha256": words.sha256,
-        "context": options.context,
-        "stride": options.stride,
+        "context": context,
+        "stride": stride,
         "bos": bos is not None,
         "dtype": options.dtype,
         "device": device,

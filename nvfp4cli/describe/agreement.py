@@ -111,8 +111,9 @@ def _check_claim(module: str, weight: Weight, claim: Claim | None) -> Iterator[V
 
 def _check_activations(inventory: Inventory, configuration: Configuration) -> Iterator[Violation]:
     """Weight-only files must not be called W4A4, nor the reverse."""
-    claims = {w: configuration.claim(w.module) for w in inventory.nvfp4}
-    said = [w for w, claim in claims.items() if claim and claim.input_scale]
+    claims = [(weight, configuration.claim(weight.module)) for weight in inventory.nvfp4]
+    agreed = [(weight, claim) for weight, claim in claims if claim and claim.format == "nvfp4"]
+    said = [w for w, claim in agreed if claim.input_scale]
     bare = [w for w in said if inventory.input_scale(w) is None]
     if bare and len(bare) == len(said):
         message = (
@@ -127,11 +128,7 @@ def _check_activations(inventory: Inventory, configuration: Configuration) -> It
                 "quantise the source again."
             )
             yield Violation(weight.name, "part-missing", message)
-    unsaid = [
-        w
-        for w, claim in claims.items()
-        if claim and not claim.input_scale and inventory.input_scale(w)
-    ]
+    unsaid = [w for w, claim in agreed if not claim.input_scale and inventory.input_scale(w)]
     if unsaid:
         message = (
             f"{len(unsaid)} modules have static input scales, such as {unsaid[0].module}, which "

@@ -97,9 +97,10 @@ def suffixes(layout: Layout) -> tuple[str, ...]:
 
 def _layout(checkpoint: Checkpoint) -> Layout | None:
     for name, layout in LAYOUTS.items():
+        signs = _SIGNS[name]
         if name == "comfy" and any(COMFY_HEADER in m for m in checkpoint.metadata.values()):
-            return layout
-        modules = _modules(_SIGNS[name], checkpoint)
+            signs = _SIGNS["modelopt"]
+        modules = _modules(signs, checkpoint)
         if any(_is_nvfp4(module, layout, checkpoint) for module in modules):
             return layout
     return None

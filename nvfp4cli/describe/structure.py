@@ -25,7 +25,8 @@ def check_parts(weight: Weight, inventory: Inventory) -> list[Violation]:
     shape = weight.shape if weight.shape and len(weight.shape) == 2 else None
     n, k = shape or (BLOCK, BLOCK)
     found = []
-    for output in layout.outputs(weight.module, (n, k), False):
+    activations = layout.INPUT_SCALES and inventory.input_scale(weight) is not None
+    for output in layout.outputs(weight.module, (n, k), activations):
         info = tensors.get(output.name)
         if info is None:
             found += _missing(output.name, inventory)

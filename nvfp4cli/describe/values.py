@@ -13,13 +13,15 @@ from nvfp4cli.errors import UnsupportedError
 from nvfp4cli.formats import e4m3, nvfp4
 
 _PIECE_BYTES = 16 << 20  # of a plain tensor, so that an embedding is never whole in memory
+_FP8_BLOCK = 128  # where config.json does not say
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 def decode(weight: Weight, inventory: Inventory) -> Tensor:
     """A weight as fp32 (plain ones as stored). An NVFP4 weight must have all its parts.
 
-    Raises UnsupportedError for MXFP4, which no layout of this tool reads.
+    Raises UnsupportedError for MXFP4, which no layout of this tool reads, and for unknown scales
+    of FP8.
     """
     checkpoint = inventory.checkpoint
     if weight.format == "nvfp4":
@@ -37,7 +39,10 @@ def decode(weight: Weight, inventory: Inventory) -> Tensor:
 
 
 def _decode_fp8(weight: Weight, checkpoint: Checkpoint) -> Tensor:
-    """E4M3 values times one scale for the tensor, each row, or each block of rows and columns."""
+    """E4M3 values times one scale for the tensor, each row, or each block of rows and columns.
+
+    Raises UnsupportedError where the scales have none of these shapes.
+    """
     codes = e4m3.decode(checkpoint.read(weight.parts[0]))  # [N, K]
     scales = [part for part in weight.parts[1:] if "weight_scale" in part]
     if not scales:
@@ -45,12 +50,17 @@ def _decode_fp8(weight: Weight, checkpoint: Checkpoint) -> Tensor:
     scale = checkpoint.read(scales[0]).to(torch.float32)
     if scale.numel() == 1:
         return codes * scale.reshape(())
-    rows = scale.reshape(scale.shape[0], -1)  # [N or N / block, 1 or K / block]
-    for axis in (0, 1):
-        if rows.shape[axis] > 1:
-            step = -(-codes.shape[axis] // rows.shape[axis])
-            rows = rows.repeat_interleave(step, axis).narrow(axis, 0, codes.shape[axis])
-    return codes * rows
+    n, k = codes.shape
+    if scale.shape in ((n,), (n, 1)):
+        return codes * scale.reshape(n, 1)
+    quantization = checkpoint.config.get("quantization_config") or {}
+    rows, columns = quantization.get("weight_block_size") or (_FP8_BLOCK, _FP8_BLOCK)
+    if scale.shape != (-(-n // rows), -(-k // columns)):
+        raise UnsupportedError(
+            f"{scales[0]} has shape {list(scale.shape)}, which fits neither the rows of "
+            f"{weight.name} nor blocks of {rows} x {columns}: leave out --against."
+        )
+    return codes * scale.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]
 
 
 def pieces(checkpoint: Checkpoint, info: TensorInfo) -> Iterator[Tensor]:

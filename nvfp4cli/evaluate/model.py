@@ -39,6 +39,7 @@ def load(folder: Path, *, dtype: torch.dtype, device: str) -> PreTrainedModel:
     itself transformers would fill them with random values. Raises UnsupportedError for a model
     type that the installed transformers does not know as a causal language model.
     """
+    transformers.utils.logging.disable_progress_bar()
     checkpoint = open_checkpoint(folder)
     weights = open_weights(checkpoint)
     config, model_class = _architecture(folder, checkpoint.config)

@@ -154,6 +154,11 @@ class _Sums:
         )
 
 
+def context_limit(model: PreTrainedModel) -> float:
+    """Most tokens the model takes at once; infinite where its configuration does not say."""
+    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+
+
 def _check(
     model: PreTrainedModel, targets: int, context: int, stride: int, batch_size: int
 ) -> None:
@@ -167,8 +172,8 @@ def _check(
         )
     if batch_size < 1:
         raise RecipeError(f"A batch of {batch_size} windows is empty: choose at least 1.")
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if limit is not None and context > limit:
+    limit = context_limit(model)
+    if context > limit:
         raise RecipeError(
             f"A context of {context} tokens is longer than the model's {limit}: choose a "
             "--context up to that."

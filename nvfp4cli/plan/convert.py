@@ -7,7 +7,7 @@ import yaml
 
 from nvfp4cli.checkpoint.reader import Checkpoint
 from nvfp4cli.checkpoint.writer import Output
-from nvfp4cli.errors import UnsupportedError
+from nvfp4cli.errors import CheckpointError, UnsupportedError
 from nvfp4cli.layouts import LAYOUTS, StoredWeights, open_weights
 from nvfp4cli.layouts.record import Layout
 from nvfp4cli.models import spec as specs
@@ -110,5 +110,10 @@ def _origin(folder: Path) -> dict[str, Any]:
     path = folder / RECORD_FILE
     if not path.is_file():
         return unknown
+    recipe = load(str(path))  # refuses what is no YAML mapping
     record = yaml.safe_load(path.read_text(encoding="utf-8"))
-    return {**record, "recipe": load(str(path))}
+    if missing := [key for key in unknown if key not in record]:
+        raise CheckpointError(
+            f"{path} does not say the {missing[0]} of the run that wrote it: restore or delete it."
+        )
+    return {**record, "recipe": recipe}

@@ -137,7 +137,7 @@ def _choose(claims: dict[str, Claim | None], context: _Context) -> tuple[dict[st
     ]
     out = {module for modules in ignored.values() for module in modules}
     extra = {m for modules in included.values() for m in modules if not linears[m].spec.quantize}
-    _check_included(extra, claims, context)
+    _check_included(extra, context)
     chosen = {
         f"{module}.weight": "linear" if claim.spec.quantize else "--include"
         for module, claim in linears.items()
@@ -151,17 +151,18 @@ def _choose(claims: dict[str, Claim | None], context: _Context) -> tuple[dict[st
     return chosen, [*notes, *_split_groups(linears, chosen)]
 
 
-def _check_included(extra: set[str], claims: dict[str, Claim | None], context: _Context) -> None:
+def _check_included(extra: set[str], context: _Context) -> None:
     if extra and context.recipe.layout == "torchao":
         raise RecipeError(
             f"The torchao layout keeps {min(extra)} in the source dtype, whatever the file says: "
             "use --layout compressed-tensors or modelopt to quantise it."
         )
-    tied = context.spec.tied(context.checkpoint.config) and context.rotations.residual is None
-    head = {m.pattern for m in context.spec.modules if m.tied_to}
-    if tied and extra & head:
+    if not context.spec.tied(context.checkpoint.config) or context.rotations.residual is not None:
+        return
+    heads = [module.pattern for module in context.spec.modules if module.tied_to]
+    if tied := [head for p in context.recipe.include for head in _matching(p, heads)]:
         raise RecipeError(
-            f"{min(extra & head)} is tied to the embedding, which engines do not read in NVFP4: "
+            f"{tied[0]} is tied to the embedding, which engines do not read in NVFP4: "
             "leave it out of --include."
         )
 

@@ -149,8 +149,8 @@ class Plan:
         }
 
 
-# Tiles of the encoder in each worker thread and the buffers of streamed copies.
-SCRATCH_BYTES = 64 << 20
+# The encoder's tiles, a rotation's chunks (three of 16 MiB), pieces and tiles of streamed tensors.
+SCRATCH_BYTES = 96 << 20
 
 
 def _numel(shape: tuple[int, ...]) -> int:
