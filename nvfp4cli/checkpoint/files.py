@@ -6,6 +6,7 @@ from pathlib import PurePosixPath
 CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+RECORD = "nvfp4.yaml"  # how this tool made the checkpoint: recipe, rotation, version
 
 WEIGHT_SUFFIXES = frozenset(
     (

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvfp4cli.checkpoint.files import CONFIG, INDEX, SINGLE, WEIGHT_SUFFIXES, no_weights
+from nvfp4cli.checkpoint.files import CONFIG, INDEX, RECORD, SINGLE, WEIGHT_SUFFIXES, no_weights
 from nvfp4cli.errors import CheckpointError
 
 DTYPES = {
@@ -43,8 +43,7 @@ DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _MAX_HEADER = 100_000_000  # the limit of the safetensors library
 # Files that describe an earlier quantisation; carried over they would contradict the new weights.
 _QUANTIZATION_FILES = {
-    "hf_quant_config.json", "quantize_config.json", "quant_config.json", "recipe.yaml",
-    "nvfp4.yaml",
+    "hf_quant_config.json", "quantize_config.json", "quant_config.json", "recipe.yaml", RECORD,
 }  # fmt: skip
 
 

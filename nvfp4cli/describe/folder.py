@@ -7,14 +7,12 @@ from typing import Any
 
 import yaml
 
-from nvfp4cli.checkpoint.files import INDEX
+from nvfp4cli.checkpoint.files import INDEX, RECORD
 from nvfp4cli.checkpoint.output import JOURNAL
 from nvfp4cli.checkpoint.reader import Checkpoint, read_json
 from nvfp4cli.checkpoint.writer import PARTIAL
 from nvfp4cli.describe.record import Violation
 from nvfp4cli.errors import CheckpointError
-
-RECORD_FILE = "nvfp4.yaml"
 
 
 @dataclass(frozen=True)
@@ -35,7 +33,7 @@ def read_record(folder: Path) -> Record | None:
 
     Raises CheckpointError where it is damaged.
     """
-    path = folder / RECORD_FILE
+    path = folder / RECORD
     if not path.is_file():
         return None
     try:

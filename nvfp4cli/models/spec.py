@@ -111,8 +111,8 @@ class ArchSpec:
             )
         if beyond:
             raise UnsupportedError(
-                f"config.json promises {layers} layers, and the checkpoint also holds "
-                f"{_some(beyond)}: correct num_hidden_layers or remove the other tensors."
+                f"num_hidden_layers is {layers} in config.json, and the checkpoint also holds "
+                f"{_some(beyond)}: correct config.json or remove the other tensors."
             )
         self._check_complete(claims, config)
         return claims

@@ -8,13 +8,12 @@ import torch
 import yaml
 
 from nvfp4cli import __version__
+from nvfp4cli.checkpoint.files import RECORD
 from nvfp4cli.checkpoint.writer import make_shards
 from nvfp4cli.layouts import StoredWeights
 from nvfp4cli.layouts.record import Contents, Layout
 from nvfp4cli.plan.record import Facts, Job, Member, Plan
 from nvfp4cli.recipe import Recipe
-
-RECORD_FILE = "nvfp4.yaml"
 
 
 def assemble(
@@ -41,7 +40,7 @@ def assemble(
         "rotation": facts.rotation,
         "recipe": recipe.to_dict(),
     }
-    texts[RECORD_FILE] = yaml.safe_dump(record, sort_keys=False)
+    texts[RECORD] = yaml.safe_dump(record, sort_keys=False)
     return Plan(weights, recipe, layout, tuple(jobs), tuple(shards), texts, facts)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 import yaml
 
+from nvfp4cli.checkpoint.files import RECORD
 from nvfp4cli.checkpoint.reader import Checkpoint
 from nvfp4cli.checkpoint.writer import Output
 from nvfp4cli.errors import CheckpointError, UnsupportedError
@@ -12,7 +13,7 @@ from nvfp4cli.layouts import LAYOUTS, StoredWeights, open_weights
 from nvfp4cli.layouts.record import Layout
 from nvfp4cli.models import spec as specs
 from nvfp4cli.plan import advice
-from nvfp4cli.plan.assemble import RECORD_FILE, assemble
+from nvfp4cli.plan.assemble import assemble
 from nvfp4cli.plan.record import Facts, Job, Member, Plan
 from nvfp4cli.recipe import Recipe, load
 
@@ -106,8 +107,8 @@ def _job(name: str, weights: StoredWeights, layout: Layout) -> Job:
 def _origin(folder: Path) -> dict[str, Any]:
     """What the checkpoint's own record says of its making, or the defaults for other tools'."""
     unknown = {"recipe": Recipe(), "model": str(folder.name),
-               "rotation": {"kind": "none", "seed": 0, "sizes": {}}}  # fmt: skip
-    path = folder / RECORD_FILE
+               "rotation": {"kind": "unknown", "seed": None, "sizes": {}}}  # fmt: skip
+    path = folder / RECORD
     if not path.is_file():
         return unknown
     recipe = load(str(path))  # refuses what is no YAML mapping

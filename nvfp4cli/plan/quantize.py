@@ -45,7 +45,7 @@ def plan_quantize(
     """
     config = checkpoint.config
     _check_source(checkpoint)
-    model_type = str(config.get("model_type"))
+    model_type = config["model_type"]
     spec = specs.load(model_type, arch_spec)
     rotations = Rotations.of(recipe.rotate, recipe.rotation_kind, recipe.seed, config)
     layout = LAYOUTS[recipe.layout] if recipe.scheme == "w4a16" else None
@@ -92,10 +92,11 @@ def _check_source(checkpoint: Checkpoint) -> None:
             "unquantised model, or use `nvfp4 convert` to change the layout of an NVFP4 one."
         )
     for key in ("model_type", "hidden_size", "num_attention_heads", "num_hidden_layers"):
-        if key not in checkpoint.config:
+        value = checkpoint.config.get(key)
+        if not value or not isinstance(value, str if key == "model_type" else int):
             raise CheckpointError(
-                f"{checkpoint.folder / 'config.json'} has no {key}: name the checkpoint of a "
-                "decoder-only language model."
+                f"{checkpoint.folder / 'config.json'} gives {value!r} as {key}: name the "
+                "checkpoint of a decoder-only language model."
             )
 
 

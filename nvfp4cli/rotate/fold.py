@@ -193,14 +193,15 @@ def edits(
 ) -> tuple[Edit, ...]:
     """The edits of one tensor, in order. Empty where the rotations leave it alone.
 
-    shape: the tensor's. Raises UnsupportedError where R2 does not fit it, or for a norm's bias,
-    which an RMSNorm does not have.
+    shape: the tensor's. Raises UnsupportedError where a rotation does not fit it, or for a norm's
+    bias, which an RMSNorm does not have.
     """
     one = 1.0 if spec.norm_gain == "plain" else 0.0
     found: list[Edit] = []
     r1 = rotations.residual
     is_bias = claim.part == "bias"
     if r1 is not None:
+        _check_residual(claim, r1, shape)
         if claim.spec.role == "norm":
             if is_bias:
                 raise UnsupportedError(
@@ -224,6 +225,18 @@ def edits(
         elif not is_bias:
             found.append(RotateHeadColumns(value_path))
     return tuple(found)
+
+
+def _check_residual(claim: Claim, rotation: Rotation, shape: tuple[int, ...]) -> None:
+    is_bias = claim.part == "bias"
+    if claim.spec.role == "reader" and is_bias:
+        return
+    axis = 0 if claim.spec.role == "writer" and not is_bias else -1
+    if shape[axis] != rotation.size:
+        raise UnsupportedError(
+            f"hidden_size is {rotation.size} in config.json, and {claim.tensor} has shape "
+            f"{list(shape)}: correct config.json, or use --rotate none."
+        )
 
 
 def _check_heads(claim: Claim, rotations: Rotations, shape: tuple[int, ...]) -> None:

@@ -360,12 +360,12 @@ def test_hub_id_unless_the_path_exists(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("name", [*SIDECARS, "tokenizer.model", "LICENSE-CODE", "Notice.pdf"])
-def test_sidecar(name: str) -> None:
-    assert hub.is_sidecar(name)
+def test_wanted(name: str) -> None:
+    assert hub.is_wanted(name)
 
 
 @pytest.mark.parametrize(
     "name", [*JUNK, *WEIGHTS, "model.safetensors", "pytorch_model.bin.index.json"]
 )
-def test_not_a_sidecar(name: str) -> None:
-    assert not hub.is_sidecar(name)
+def test_not_wanted(name: str) -> None:
+    assert not hub.is_wanted(name)

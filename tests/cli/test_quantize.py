@@ -1,0 +1,238 @@
+"""The command line of quantize: stdout is data, stderr is talk, errors are sentences."""
+
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nvfp4cli import __version__, pipeline
+from nvfp4cli.cli import quantizing
+from nvfp4cli.cli.app import main
+from nvfp4cli.recipe import Recipe, known
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    """(exit code, stdout, stderr) of a command line."""
+
+    def call(*argv: object) -> tuple[int, str, str]:
+        capsys.readouterr()
+        code = main([str(word) for word in argv])
+        return code, *capsys.readouterr()
+
+    return call
+
+
+@pytest.fixture
+def llama(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model("llama", vocab=264)
+
+
+def recipe_of(folder: Path) -> dict[str, object]:
+    return yaml.safe_load((folder / "nvfp4.yaml").read_text())["recipe"]
+
+
+FACTS = {"layout", "scheme", "rotation", "source_bytes", "totals", "warnings"}
+
+
+def test_json_of_a_run(run, llama, tmp_path):
+    code, stdout, stderr = run("quantize", llama, tmp_path / "out", "--json", "--rotate", "r1r2")
+    assert code == 0
+    document = json.loads(stdout)
+    assert document.keys() == FACTS | {"out", "seconds", "next_step"}
+    assert document["out"] == str(tmp_path / "out")
+    assert document["layout"] == "torchao"
+    assert document["scheme"] == "w4a16"
+    assert document["rotation"] == {
+        "kind": "hadamard", "seed": 0, "sizes": {"r1": 64, "r2": 16},
+    }  # fmt: skip
+    assert str(tmp_path / "out") in document["next_step"]
+    assert len(document["warnings"]) == 2
+    lines = stderr.splitlines()
+    assert lines == [f"warning: {message}" for message in document["warnings"]]
+
+
+def test_json_of_a_plan(run, llama, tmp_path):
+    argv = ("quantize", llama, tmp_path / "out", "--layout", "modelopt")
+    code, stdout, _ = run(*argv, "--dry-run", "--json")
+    assert code == 0
+    document = json.loads(stdout)
+    assert document.keys() == FACTS | {"disk_bytes", "memory_bytes", "shards", "tensors"}
+    keys = {"name", "shape", "dtype", "action", "reason", "edits", "bytes"}
+    assert all(row.keys() == keys for row in document["tensors"])
+    assert document["shards"] == ["model.safetensors"]
+    assert sum(row["bytes"] for row in document["tensors"]) == document["totals"]["bytes"]
+    assert not (tmp_path / "out").exists()
+    assert run(*argv, "--json")[0] == 0
+    assert document["disk_bytes"] == (tmp_path / "out" / "model.safetensors").stat().st_size
+
+
+def test_dry_run_for_people(run, llama, tmp_path):
+    code, stdout, stderr = run("quantize", llama, tmp_path / "out", "--dry-run", "--rotate", "r1")
+    assert code == 0
+    assert "model.layers.1.mlp.down_proj.weight" in stdout
+    assert "ScaleColumns+RotateRight" in stdout
+    assert "nothing was written" in stdout
+    assert stderr.startswith("warning: ")
+
+
+def test_result_for_people(run, llama, tmp_path):
+    _, stdout, _ = run("quantize", llama, tmp_path / "out", "--layout", "modelopt")
+    summary, step = stdout.splitlines()
+    assert re.search(r"-> \d+\.\d kB in .* s, \d+\.\d\d bits per parameter, \d+\.\d% of", summary)
+    assert step == f"Serve: vllm serve {tmp_path / 'out'} --quantization modelopt"
+
+
+def test_no_progress_where_stderr_is_no_terminal(run, llama, tmp_path):
+    _, stdout, stderr = run("quantize", llama, tmp_path / "out", "--layout", "comfy")
+    assert "\r" not in stderr + stdout
+    assert "\x1b" not in stderr + stdout
+    assert all(line.startswith("warning: ") for line in stderr.splitlines())
+
+
+def test_version(run):
+    assert run("--version") == (0, f"nvfp4 {__version__}\n", "")
+
+
+@pytest.mark.parametrize("argv", [["--frob"], ["--seed", "x"], ["--layout"]])
+def test_wrong_usage_is_2(argv, run, llama, tmp_path):
+    code, stdout, stderr = run("quantize", llama, tmp_path / "out", *argv)
+    assert code == 2
+    assert stdout == ""
+    assert argv[0] in stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_missing_arguments_and_unknown_commands_are_2(run):
+    assert run("quantize")[0] == 2
+    assert run("frobnicate")[0] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        (["--scheme", "w3a16"], "w3a16"),
+        (["--layout", "gguf"], "gguf"),
+        (["--rotate", "r4"], "r4"),
+        (["--rotate", "r1", "--rotation-kind", "block-48"], "block-48"),
+        (["--seed", "-1"], "-1"),
+        (["--dtype", "int8"], "int8"),
+        (["--max-shard-size", "5 gallons"], "5 gallons"),
+        (["--max-shard-size", "0GB"], "0GB"),
+        (["--recipe", "nope"], "nope"),
+        (["--device", "tpu"], "tpu"),
+        (["--ignore", "*.nope", "--strict"], "*.nope"),
+        (["--include", "lm_head"], "lm_head"),
+    ],
+)
+def test_errors_are_one_sentence(options, named, run, llama, tmp_path):
+    code, stdout, stderr = run("quantize", llama, tmp_path / "out", *options)
+    assert code == 1
+    assert stdout == ""
+    assert stderr.startswith("error: ")
+    assert stderr.endswith(".\n")
+    assert stderr.count("\n") == 1
+    assert named in stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_missing_model_is_an_error(run, tmp_path):
+    code, _, stderr = run("quantize", tmp_path / "nope", tmp_path / "out")
+    assert code == 1
+    assert str(tmp_path / "nope") in stderr
+
+
+def test_a_long_error_is_not_wrapped(run, tmp_path, llama):
+    """Wrapped lines could not be copied, nor matched by a script."""
+    code, _, stderr = run("quantize", llama, tmp_path / "out", "--recipe", "a b " * 60)
+    assert code == 1
+    assert stderr.count("\n") == 1
+
+
+def test_a_broken_recipe_is_one_line(run, llama, tmp_path):
+    path = tmp_path / "recipe.yaml"
+    path.write_text("layout: [a\nseed: }")
+    code, _, stderr = run("quantize", llama, tmp_path / "out", "--recipe", path)
+    assert code == 1
+    assert stderr.count("\n") == 1
+    assert str(path) in stderr
+
+
+def test_names_in_brackets_are_shown(run, llama, tmp_path):
+    """A message is text, not markup."""
+    _, _, stderr = run("quantize", llama, tmp_path / "out", "--layout", "[red]x[/red]")
+    assert "'[red]x[/red]'" in stderr
+
+
+@pytest.mark.parametrize("name", known())
+def test_shipped_recipes_by_name(name, run, llama, tmp_path):
+    assert run("quantize", llama, tmp_path / "out", "--recipe", name)[0] == 0
+    written = recipe_of(tmp_path / "out")
+    assert set(written) == set(Recipe().to_dict())
+    assert written["scheme"] == "w4a16"
+
+
+def test_recipe_file_with_an_option_over_it(run, llama, tmp_path):
+    path = tmp_path / "mine.yaml"
+    path.write_text("layout: modelopt\nseed: 3\nrotate: r2\nignore: ['*.0.mlp.*']\n")
+    argv = ("quantize", llama, tmp_path / "out", "--recipe", path, "--rotate", "r1")
+    assert run(*argv)[0] == 0
+    written = recipe_of(tmp_path / "out")
+    assert (written["layout"], written["seed"], written["rotate"]) == ("modelopt", 3, "r1")
+    assert written["ignore"] == ["*.0.mlp.*"]
+
+
+def test_the_record_of_a_run_repeats_it(run, llama, tmp_path):
+    options = ("--layout", "modelopt", "--rotate", "r1r2", "--seed", "5")
+    assert run("quantize", llama, tmp_path / "a", *options)[0] == 0
+    assert run("quantize", llama, tmp_path / "b", "--recipe", tmp_path / "a" / "nvfp4.yaml")[0] == 0
+    a, b = ({p.name: p.read_bytes() for p in (tmp_path / x).iterdir()} for x in "ab")
+    assert a == b
+
+
+def test_a_bug_keeps_its_traceback(run, llama, tmp_path, monkeypatch):
+    def broken(*_: object, **__: object) -> None:
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(quantizing, "plan_quantize", broken)
+    with pytest.raises(RuntimeError, match="a bug"):
+        run("quantize", llama, tmp_path / "out")
+
+
+def test_ctrl_c_says_how_to_continue(run, llama, tmp_path, monkeypatch):
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pipeline, "_compute", interrupted)
+        code, stdout, stderr = run("quantize", llama, tmp_path / "out", "--json")
+    assert code == 130
+    assert stdout == ""
+    assert "error: Interrupted" in stderr
+    assert "--resume" in stderr.splitlines()[-1]
+    assert run("quantize", llama, tmp_path / "out", "--resume")[0] == 0
+
+
+def test_a_second_run_is_refused(run, llama, tmp_path):
+    assert run("quantize", llama, tmp_path / "out")[0] == 0
+    code, _, stderr = run("quantize", llama, tmp_path / "out", "--resume")
+    assert code == 1
+    assert "is not empty" in stderr
+
+
+def test_help_does_not_import_torch():
+    code = (
+        "import sys\nfrom nvfp4cli.cli.app import main\n"
+        "assert main(['quantize', '--help']) == 0\n"
+        "sys.exit(any(m in sys.modules for m in ('torch', 'transformers', 'triton')))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
+    assert result.returncode == 0
+    assert b"--rotation-kind" in result.stdout
