@@ -92,7 +92,7 @@ def _load_and_save(model: Path, target: Path) -> None:
     target.mkdir()
     for file in sorted(model.glob("*.safetensors")):
         with safe_open(file, "pt") as f:
-            save_file({name: f.get_tensor(name) for name in f.keys()}, target / file.name)
+            save_file({name: f.get_tensor(name) for name in f.offset_keys()}, target / file.name)
 
 
 def _plan(model: Path, recipe: Recipe) -> Plan:

@@ -31,10 +31,9 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         folded = Path(scratch, "folded")
-        code = nvfp4(
-            ["quantize", str(options.model), str(folded), "--scheme", "none", "--dtype", "float32"]
-            + ["--rotate", options.rotate, "--rotation-kind", options.rotation_kind]
-        )
+        how = ["--rotate", options.rotate, "--rotation-kind", options.rotation_kind]
+        fold = ["quantize", str(options.model), str(folded), "--scheme", "none", *how]
+        code = nvfp4([*fold, "--dtype", "float32"])
         if code:
             return code
         model = load(options.model, dtype=torch.float32, device="cpu")

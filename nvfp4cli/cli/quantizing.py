@@ -1,5 +1,6 @@
 """The commands that write checkpoints: quantize and convert."""
 
+import shlex
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -89,7 +90,7 @@ def _run(plan: Plan, out: Path, manner: Manner) -> None:
         "out": str(out),
         **_facts(plan),
         "seconds": round(seconds, 3),
-        "next_step": plan.facts.next_step.format(out=out),
+        "next_step": _next_step(plan, out),
         "warnings": found,
     }
     if manner.as_json:
@@ -123,7 +124,11 @@ def _print_summary(plan: Plan, out: Path, seconds: float) -> None:
         f"{totals['bits_per_parameter']:.2f} bits per parameter, "
         f"{share:.1%} of the parameters in NVFP4"
     )
-    console.line(plan.facts.next_step.format(out=out))
+    console.line(_next_step(plan, out))
+
+
+def _next_step(plan: Plan, out: Path) -> str:
+    return plan.facts.next_step.format(out=shlex.quote(str(out)), path=str(out))
 
 
 def _show_plan(plan: Plan, as_json: bool) -> None:

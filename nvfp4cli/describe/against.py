@@ -90,7 +90,9 @@ def compare(
             f"{name} is quantised itself: give the unquantised model that the checkpoint was made "
             "from."
         )
-    original = _Original.of(source, folder.read_record(inventory.checkpoint.folder))
+    original = _Original.of(
+        source, spec_of(inventory.checkpoint), folder.read_record(inventory.checkpoint.folder)
+    )
     weights = {weight.name: weight for weight in inventory.weights}
     found = _check_names(weights, original, name)
     deviations = []
@@ -131,8 +133,10 @@ class _Original:
     tied: dict[str, str]
 
     @classmethod
-    def of(cls, source: Checkpoint, record: folder.Record | None) -> "_Original":
-        config, spec = source.config, spec_of(source.config)
+    def of(
+        cls, source: Checkpoint, spec: ArchSpec | None, record: folder.Record | None
+    ) -> "_Original":
+        config = source.config
         tied = {}
         if spec is not None and spec.tied(config):
             tied = {f"{m.pattern}.weight": f"{m.tied_to}.weight" for m in spec.modules if m.tied_to}

@@ -64,7 +64,7 @@ def _quantization(config: dict[str, Any]) -> dict[str, Any] | None:
 def _with_tied_head(inventory: Inventory) -> dict[str, Weight]:
     """The linear modules, and a head without a tensor of its own: engines build one for it."""
     config = inventory.checkpoint.config
-    spec = spec_of(config)
+    spec = spec_of(inventory.checkpoint)
     found = dict(inventory.linears)
     if spec is not None and spec.tied(config):
         for module in spec.modules:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 from nvfp4cli.checkpoint.reader import Checkpoint
@@ -24,20 +25,21 @@ _MERGED = {leaf: "+".join(leaves) for leaves in _SIBLINGS for leaf in leaves}
 _HEADS = ("lm_head", "embed_out", "output", "head")
 
 
-def spec_of(config: dict[str, Any]) -> ArchSpec | None:
-    """The spec of the checkpoint's model_type where the tool has one."""
-    return _spec(str(config.get("model_type")))
+def spec_of(checkpoint: Checkpoint) -> ArchSpec | None:
+    """The spec of the checkpoint's model_type, stored beside it or the tool's own, if any."""
+    model_type = str(checkpoint.config.get("model_type"))
+    return _spec(model_type, specs.beside(checkpoint.folder, model_type))
 
 
 @cache
-def _spec(model_type: str) -> ArchSpec | None:
-    return specs.load(model_type) if model_type in specs.known() else None
+def _spec(model_type: str, path: Path | None) -> ArchSpec | None:
+    return specs.load(model_type, path) if path else None
 
 
 def check_architecture(inventory: Inventory) -> Iterator[Violation]:
     """Every tensor the model_type has, and no other; the output head tied or not, as is said."""
     checkpoint = inventory.checkpoint
-    config, spec = checkpoint.config, spec_of(checkpoint.config)
+    config, spec = checkpoint.config, spec_of(checkpoint)
     tied = _tied(config, spec)
     modules = {
         weight.module: weight for weight in inventory.weights if weight.name.endswith(".weight")
@@ -61,7 +63,7 @@ def check_architecture(inventory: Inventory) -> Iterator[Violation]:
 
 def fused_groups(inventory: Inventory) -> list[tuple[str, list[Weight]]]:
     """Linear modules that engines merge: (name of the merged module, its members)."""
-    spec = spec_of(inventory.checkpoint.config)
+    spec = spec_of(inventory.checkpoint)
     groups: dict[str, list[Weight]] = {}
     for module, weight in inventory.linears.items():
         parent, _, leaf = module.rpartition(".")

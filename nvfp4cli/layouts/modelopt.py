@@ -18,7 +18,7 @@ NAME = "modelopt"
 SWIZZLED = False
 SINGLE_FILE = False
 INPUT_SCALES = True
-SERVE = "Serve: vllm serve {out} --quantization modelopt"
+SERVE = "Serve: vllm serve {out}"
 
 # Engines read "modelopt" as the producer of the convention, not of the file.
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}

@@ -23,6 +23,7 @@ import yaml
 from nvfp4cli.errors import UnsupportedError
 
 SPECS = Path(__file__).parent / "specs"
+STORED = "nvfp4-arch-spec.yaml"
 
 Role = Literal["embed", "norm", "reader", "writer"]
 Heads = Literal["kv_rows", "query_columns"]
@@ -169,6 +170,15 @@ def load(model_type: str, path: Path | None = None) -> ArchSpec:
         norm_gain=_one_of(path, "norm_gain", document.get("norm_gain", "plain"), Gain),
         tied_by_default=bool(document.get("tied_by_default", False)),
     )
+
+
+def beside(folder: Path, model_type: object) -> Path | None:
+    """The spec file that fits a checkpoint: the one stored beside it, or the tool's own, or None.
+
+    A run with a spec of the user's stores it in the output, so that the output can be understood.
+    """
+    candidates = (folder / STORED, SPECS / f"{model_type}.yaml")
+    return next((path for path in candidates if path.is_file()), None)
 
 
 def known() -> list[str]:

@@ -9,11 +9,11 @@ _TORCHAO_ROWS = 128
 _ENGINE_TILE = 64
 
 
-_LOAD = 'Load: transformers.AutoModelForCausalLM.from_pretrained("{out}")'
+_LOAD = "Load: transformers.AutoModelForCausalLM.from_pretrained({path!r})"
 
 
 def next_step(jobs: list[Job], layout: Layout | None) -> str:
-    """What to do with the output, as a command with {out} for its folder."""
+    """What to do with the output: a command with {out} or code with {path!r} for its folder."""
     if layout is None or (layout.NAME == "torchao" and _ragged(jobs)):
         return _LOAD
     return layout.SERVE

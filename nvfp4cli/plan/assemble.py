@@ -12,6 +12,7 @@ from nvfp4cli.checkpoint.files import RECORD
 from nvfp4cli.checkpoint.writer import make_shards
 from nvfp4cli.layouts import StoredWeights
 from nvfp4cli.layouts.record import Contents, Layout
+from nvfp4cli.models import spec as specs
 from nvfp4cli.plan.record import Facts, Job, Member, Plan
 from nvfp4cli.recipe import Recipe
 
@@ -40,6 +41,8 @@ def assemble(
         "rotation": facts.rotation,
         "recipe": recipe.to_dict(),
     }
+    if not facts.own_spec:
+        texts[specs.STORED] = facts.spec_text
     texts[RECORD] = yaml.safe_dump(record, sort_keys=False)
     return Plan(weights, recipe, layout, tuple(jobs), tuple(shards), texts, facts)
 

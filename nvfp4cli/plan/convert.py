@@ -46,6 +46,7 @@ def plan_convert(checkpoint: Checkpoint, layout_name: str, max_shard_size: str |
         warnings=tuple(advice.warnings(jobs, layout)),
         next_step=advice.next_step(jobs, layout),
         spec_text="",
+        own_spec=True,
     )
     return assemble(weights, recipe, layout, jobs, facts)
 
@@ -81,10 +82,11 @@ def _kept(weights: StoredWeights) -> list[str]:
     return kept if f"{_HEAD}.weight" in weights.names else [*kept, _HEAD]
 
 
-def _fused(module: str, model_type: object) -> str | None:
+def _fused(module: str, checkpoint: Checkpoint) -> str | None:
     """The engines' merged module; without a spec to say so, any module may become a part of one."""
-    if model_type in specs.known():
-        return specs.load(str(model_type)).fused_module(module)
+    model_type = checkpoint.config.get("model_type")
+    if path := specs.beside(checkpoint.folder, model_type):
+        return specs.load(str(model_type), path).fused_module(module)
     return module
 
 
@@ -99,7 +101,7 @@ def _job(name: str, weights: StoredWeights, layout: Layout) -> Job:
     assert weights.layout is not None
     codes = weights.layout.outputs(module, shape, False)[0].name
     outputs = layout.outputs(module, shape, weights.activations)
-    fused = _fused(module, weights.checkpoint.config.get("model_type"))
+    fused = _fused(module, weights.checkpoint)
     member = Member(name, tensors[codes], shape, "repack", "NVFP4", (), outputs, fused)
     return Job("weights", (member,))
 

@@ -45,8 +45,8 @@ def plan_quantize(
     """
     config = checkpoint.config
     _check_source(checkpoint)
-    model_type = config["model_type"]
-    spec = specs.load(model_type, arch_spec)
+    arch_spec = arch_spec or specs.beside(checkpoint.folder, config["model_type"])
+    spec = specs.load(config["model_type"], arch_spec)
     rotations = Rotations.of(recipe.rotate, recipe.rotation_kind, recipe.seed, config)
     layout = LAYOUTS[recipe.layout] if recipe.scheme == "w4a16" else None
     context = _Context(checkpoint, recipe, spec, rotations, layout)
@@ -75,7 +75,8 @@ def plan_quantize(
         untied=rotations.residual is not None and spec.tied(config),
         warnings=tuple(warnings),
         next_step=advice.next_step(jobs, layout),
-        spec_text=(arch_spec or specs.SPECS / f"{model_type}.yaml").read_text(encoding="utf-8"),
+        spec_text=arch_spec.read_text(encoding="utf-8") if arch_spec else "",
+        own_spec=arch_spec is not None and arch_spec.parent == specs.SPECS,
     )
     return assemble(open_weights(checkpoint), recipe, layout, jobs, facts)
 
@@ -119,9 +120,12 @@ def _heads(claims: dict[str, Claim | None], context: _Context) -> dict[str, Clai
 
 def _choose(claims: dict[str, Claim | None], context: _Context) -> tuple[dict[str, str], list[str]]:
     """Names of the weights to quantise -> the reason, and notes about the patterns."""
-    if context.layout is None:
-        return {}, []
     recipe = context.recipe
+    if context.layout is None:
+        unused = recipe.ignore or recipe.include
+        return {}, [
+            "--ignore and --include do nothing with --scheme none: leave them out."
+        ] if unused else []
     linears = {
         claim.module: claim
         for claim in claims.values()

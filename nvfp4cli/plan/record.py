@@ -78,7 +78,7 @@ class Facts:
 
     model: the name the user gave. rotation: kind, seed and sizes. kept: linear modules that stay
     in the source dtype. untied: the output head no longer reuses the embedding. spec_text: the
-    architecture spec used.
+    architecture spec used. own_spec: it is one of the tool's and need not be stored.
     """
 
     model: str
@@ -86,8 +86,9 @@ class Facts:
     kept: tuple[str, ...]
     untied: bool
     warnings: tuple[str, ...]
-    next_step: str  # the command that serves the output, with {out} for its folder
+    next_step: str  # what to do with the output, {out} or {path!r} standing for its folder
     spec_text: str
+    own_spec: bool
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -87,7 +88,7 @@ def test_result_for_people(run, llama, tmp_path):
     _, stdout, _ = run("quantize", llama, tmp_path / "out", "--layout", "modelopt")
     summary, step = stdout.splitlines()
     assert re.search(r"-> \d+\.\d kB in .* s, \d+\.\d\d bits per parameter, \d+\.\d% of", summary)
-    assert step == f"Serve: vllm serve {tmp_path / 'out'} --quantization modelopt"
+    assert step == f"Serve: vllm serve {tmp_path / 'out'}"
 
 
 def test_no_progress_where_stderr_is_no_terminal(run, llama, tmp_path):
@@ -236,3 +237,24 @@ def test_help_does_not_import_torch():
     result = subprocess.run([sys.executable, "-c", code], check=False, capture_output=True)
     assert result.returncode == 0
     assert b"--rotation-kind" in result.stdout
+
+
+def test_a_spec_of_the_user_goes_with_the_output(run, llama, tmp_path):
+    """So that inspect can rotate the source, and convert knows what is fused."""
+    model, spec = tmp_path / "model", tmp_path / "spec.yaml"
+    shutil.copytree(llama, model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "model_type": "mine"}))
+    spec.write_text("model_type: mine\nextends: llama\n")
+    out, converted = tmp_path / "out", tmp_path / "converted"
+    assert run("quantize", model, out, "--arch-spec", spec, "--rotate", "r1r2")[0] == 0
+    assert (out / "nvfp4-arch-spec.yaml").read_text() == spec.read_text()
+    assert run("convert", out, converted, "--layout", "modelopt")[0] == 0
+    code, stdout, _ = run("inspect", converted, "--against", model, "--strict", "--json")
+    assert (code, json.loads(stdout)["violations"]) == (0, [])
+
+
+def test_patterns_that_scheme_none_ignores_are_said(run, llama, tmp_path):
+    argv = ("quantize", llama, tmp_path / "out", "--scheme", "none", "--ignore", "*", "--dry-run")
+    assert "do nothing with --scheme none" in run(*argv)[2]
+    assert run(*argv, "--strict")[0] == 1
