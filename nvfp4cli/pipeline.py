@@ -165,8 +165,9 @@ def _compute(
 ) -> tuple[list[dict[str, Tensor]], list[str]]:
     """The output tensors of each member (none for a streamed one), and warnings."""
     if job.members[0].action == "quantize":
-        tensors = [t for t in loaded if isinstance(t, Tensor)]
-        return _quantize(plan, job, [t.to(device) for t in tensors])
+        tensors = [t.to(device) for t in loaded if isinstance(t, Tensor)]
+        loaded.clear()  # so that each source is freed once it has been folded
+        return _quantize(plan, job, tensors)
     results: list[dict[str, Tensor]] = []
     for member, data in zip(job.members, loaded, strict=True):
         if isinstance(data, Stored):

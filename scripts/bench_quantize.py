@@ -14,7 +14,7 @@ synthetic Llama of random weights whose largest group has fewer than 100 MB.
 
 import argparse
 import json
-import resource
+import re
 import shutil
 import statistics
 import subprocess
@@ -126,6 +126,8 @@ def bench_memory(gigabytes: float, rotate: str) -> None:
 def measure_peak(model: Path, out: Path, rotate: str) -> dict[str, int]:
     """Run in this process; resident bytes before and at the peak."""
     plan = _plan(model, Recipe(rotate=rotate))
+    # A process inherits its parent's peak; this starts the count anew.
+    Path("/proc/self/clear_refs").write_text("5")
     before = _peak_bytes()
     _run(plan, out)
     groups = [job.source_bytes for job in plan.jobs if job.members[0].action == "quantize"]
@@ -139,8 +141,9 @@ def measure_peak(model: Path, out: Path, rotate: str) -> dict[str, int]:
 
 
 def _peak_bytes() -> int:
-    scale = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+    """Largest resident size since the count began (Linux)."""
+    status = Path("/proc/self/status").read_text()
+    return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
 
 
 def write_synthetic(folder: Path, gigabytes: float) -> None:

@@ -125,17 +125,14 @@ class Plan:
     def memory_bytes(self) -> int:
         """Largest memory use above the interpreter's own, estimated.
 
-        Two jobs are in memory at once (one is read while the other is worked on), plus, for
-        edited weights, fp32 copies of one of them, plus the outputs of two.
+        While one job is worked on, its sources, their fp32 forms and its outputs are in memory,
+        the next job's sources, and the outputs of the last two, which are being written.
         """
-        largest = 0
-        for job in self.jobs:
-            whole = [m for m in job.members if not m.streamed]
-            read = sum(m.source.nbytes for m in whole)
-            wide = sum(m.source.numel * 4 * 3 for m in whole if m.edits)
-            outputs = sum(m.output_bytes for m in whole)
-            largest = max(largest, 2 * read + wide + 2 * outputs)
-        return largest + SCRATCH_BYTES
+        jobs = [[m for m in job.members if not m.streamed] for job in self.jobs]
+        read = [sum(m.source.nbytes for m in members) for members in jobs]
+        outputs = [sum(m.output_bytes for m in members) for members in jobs]
+        worked = max(map(_work_bytes, jobs), default=0)
+        return worked + max(read, default=0) + 2 * max(outputs, default=0) + SCRATCH_BYTES
 
     def totals(self) -> dict[str, Any]:
         """Parameters, quantised parameters, bits per parameter and bytes of the output."""
@@ -150,7 +147,16 @@ class Plan:
         }
 
 
-# The encoder's tiles, a rotation's chunks (three of 16 MiB), pieces and tiles of streamed tensors.
+def _work_bytes(members: list[Member]) -> int:
+    """Sources, outputs and, of edited weights, the fp32 forms; twice while rows are mixed."""
+    edited = [m for m in members if m.edits]
+    mixed = [m.source.numel * 4 for m in edited if not all(e.row_local for e in m.edits)]
+    stored = sum(m.source.nbytes + m.output_bytes for m in members)
+    return stored + sum(m.source.numel * 4 for m in edited) + max(mixed, default=0)
+
+
+# The encoder's tiles in each thread, pieces and tiles of streamed tensors, and what the allocator
+# keeps of freed blocks.
 SCRATCH_BYTES = 96 << 20
 
 

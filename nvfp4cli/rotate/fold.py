@@ -18,6 +18,7 @@ right for LayerNorm only.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from typing import Any, Protocol
 
 import torch
@@ -28,6 +29,8 @@ from nvfp4cli.models.spec import ArchSpec, Claim
 from nvfp4cli.rotate.hadamard import Rotation, derive_seed, make
 
 Read = Callable[[str], Tensor]
+
+_TILE = 1 << 18  # values in a tile of rows: 1 MiB in fp32
 
 
 class Edit(Protocol):
@@ -255,8 +258,23 @@ def _check_heads(claim: Claim, rotations: Rotations, shape: tuple[int, ...]) -> 
 
 
 def apply(tensor: Tensor, changes: tuple[Edit, ...], read: Read) -> Tensor:
-    """Apply edits in fp32, or in fp64 to fp64 tensors; the result is not rounded back."""
-    x = tensor.to(torch.float64 if tensor.dtype == torch.float64 else torch.float32)
+    """Apply edits in fp32, or in fp64 to fp64 tensors; the result is not rounded back.
+
+    Row-local edits run on tiles of rows, which stay in the cache: beyond the result they need no
+    memory. Others hold two copies of the tensor in the wide dtype.
+    """
+    wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
+    read = cache(read)  # a gain serves every tile
+    if tensor.ndim != 2 or not all(change.row_local for change in changes):
+        return _chain(tensor.to(wide), changes, read)
+    result = torch.empty_like(tensor, dtype=wide, memory_format=torch.contiguous_format)
+    rows = max(1, _TILE // max(1, tensor.shape[1]))
+    for source, target in zip(tensor.split(rows), result.split(rows), strict=True):
+        target.copy_(_chain(source.to(wide), changes, read))
+    return result
+
+
+def _chain(x: Tensor, changes: tuple[Edit, ...], read: Read) -> Tensor:
     for change in changes:
         x = change.apply(x, read)
     return x

@@ -55,7 +55,7 @@ MODELS = {
 class _WideTorch(types.ModuleType):
     """torch for transformers' modules, in which every cast to fp32 is one to fp64."""
 
-    float32 = torch.float64
+    float32 = float = torch.float64
 
     def __getattr__(self, name: str) -> object:
         return getattr(torch, name)
