@@ -1,0 +1,39 @@
+"""Logits of NVFP4 checkpoints from transformers, through compressed-tensors or torchao.
+
+    python in_transformers.py REQUESTS
+
+See check.py for what REQUESTS holds and what is written.
+"""
+
+import sys
+from pathlib import Path
+
+import requested
+import torch
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM
+
+
+def logits(request: requested.Request) -> Tensor:
+    """fp32 [T, V], computed in fp32 from the weights as transformers decodes them."""
+    model, report = AutoModelForCausalLM.from_pretrained(
+        request.checkpoint,
+        dtype=getattr(torch, request.dtype),
+        local_files_only=True,
+        output_loading_info=True,
+    )
+    left = {what: names for what, names in report.items() if names}
+    if left:
+        raise RuntimeError(f"transformers reports {left}")
+    ids = torch.tensor([request.tokens])
+    with torch.inference_mode():
+        if request.dtype != "float32":
+            # compressed-tensors decodes in the first forward pass. After it every weight is dense
+            # and can be widened, which the model's own `float` refuses for quantised models.
+            model(input_ids=ids[:, :1])
+            nn.Module.float(model)
+        return model(input_ids=ids, use_cache=False).logits[0].float()
+
+
+if __name__ == "__main__":
+    requested.answer(Path(sys.argv[1]), logits)
