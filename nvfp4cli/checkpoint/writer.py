@@ -136,11 +136,11 @@ class ShardWriter:
         buffer = data.view(torch.uint8).numpy().data
         if not buffer:
             return  # its shard may be published already and must not be opened again
-        _write_at(self._descriptor(shard), buffer, shard.offsets[name] + start)
+        fd = self._descriptor(shard)
+        _write_at(fd, buffer, shard.offsets[name] + start)
         with self._lock:
-            self._left[shard.file] -= len(buffer)
-            complete = self._left[shard.file] == 0
-        if complete:
+            left = self._left[shard.file] = self._left[shard.file] - len(buffer)
+        if left == 0:
             self._publish(shard)
 
     def _descriptor(self, shard: Shard) -> int:

@@ -60,45 +60,63 @@ def quantize_cpu(weight: Tensor, scale: GlobalScale) -> Quantized:
     # caller is in inference mode, and keeps a weight that requires grad out of autograd.
     @torch.inference_mode()
     def encode(starts: Iterator[int]) -> None:
-        scratch = torch.empty(4, BLOCK, rows, kb)
+        scratch = _scratch(4 * BLOCK * rows * kb).view(4, BLOCK, rows, kb)
         for start in starts:
             tile = slice(start, start + rows)
-            x, *free = scratch[:, :, : min(rows, n - start)]
+            x, a, code, line = scratch[:, :, : min(rows, n - start)]
             x.copy_(planes[:, tile])
-            _round_scales(x, scale.multiplier, scale_byte[tile], free[0])
-            x.mul_(reciprocals[scale_byte[tile].int()])
-            _round_codes(x, word_planes[:, tile], free)
+            block_amax = torch.amax(torch.abs(x, out=a), dim=0)
+            _round_scales(block_amax, scale.multiplier, scale_byte[tile])
+            reciprocal = reciprocals[scale_byte[tile].int()]
+            _round_codes(torch.abs(x.mul_(reciprocal), out=a), code, line)
+            # Only a scale that was rounded down by a seventh, a subnormal one, lets a code pass 7.
+            if (block_amax.mul_(reciprocal) >= 7).any():
+                code.clamp_(max=_LARGEST)
+            torch.add(code, x.lt_(0), alpha=8, out=code)
+            _join(code, line, word_planes[:, tile])
 
     _share(encode, range(0, n, rows), threads)
     return Quantized(words.view(torch.uint8), scale_byte.view(torch.float8_e4m3fn), scale)
 
 
-def _round_scales(x: Tensor, multiplier: float, out: Tensor, free: Tensor) -> None:
-    """fp32 planes [16, R, K/16] -> E4M3 bytes [R, K/16], at least 1 where a block is not zero."""
-    block_amax = torch.amax(torch.abs(x, out=free), dim=0)
+def _round_scales(block_amax: Tensor, multiplier: float, out: Tensor) -> None:
+    """fp32 block maxima -> E4M3 bytes, at least 1 where a block is not zero."""
     rounded = e4m3.round_to_bytes(block_amax / e2m1.MAX / multiplier)
     torch.maximum(rounded, (block_amax > 0).view(torch.uint8), out=out)
 
 
-def _round_codes(y: Tensor, words: Tensor, free: list[Tensor]) -> None:
-    """fp32 planes [16, R, K/16] in code units -> packed codes, int32 [2, R, K/16]. Destroys y.
+def _round_codes(a: Tensor, code: Tensor, line: Tensor) -> None:
+    """fp32 magnitudes in code units -> _MAGIC + their codes, not yet limited to 7.
 
     The three lines of `e2m1.encode`, each rounded by the one addition that also shifts it: a
     pass fewer for each line, and no subnormal numbers, which are slow on CPUs.
     """
-    a, code, line = free
-    torch.abs(y, out=a)
     torch.add(_DOUBLED, a, alpha=2, out=code)
     torch.minimum(code, torch.add(a, _SHIFTED, out=line), out=code)
     torch.minimum(code, torch.add(_HALVED, a, alpha=0.5, out=line), out=code)
-    code.clamp_(max=_LARGEST)
-    torch.add(code, y.lt_(0), alpha=8, out=code)
-    # Neighbouring planes join: 16 nibbles, 8 bytes, 4 half-words, 2 words (little-endian).
-    nibbles, joined = code.view(torch.int32), line.view(torch.int32)
+
+
+def _join(code: Tensor, free: Tensor, words: Tensor) -> None:
+    """Planes of _MAGIC + nibble, fp32 [16, R, K/16] -> packed codes, int32 [2, R, K/16].
+
+    Neighbouring planes join: 16 nibbles, 8 bytes, 4 half-words, 2 words (little-endian).
+    """
+    nibbles, joined = code.view(torch.int32), free.view(torch.int32)
     torch.add(nibbles[0::2], nibbles[1::2], alpha=1 << 4, out=joined[:8])
     torch.add(joined[0:8:2], joined[1:8:2], alpha=1 << 8, out=nibbles[:4])
     torch.add(nibbles[0:4:2], nibbles[1:4:2], alpha=1 << 16, out=joined[:2])
     torch.sub(joined[:2], _MAGIC_WORD, out=words)
+
+
+_LOCAL = threading.local()
+
+
+def _scratch(size: int) -> Tensor:
+    """fp32 [size], the calling thread's own and kept: fresh pages would cost 1 ms a matrix."""
+    buffer = getattr(_LOCAL, "buffer", None)
+    if buffer is None or len(buffer) < size:
+        _LOCAL.buffer = buffer = torch.empty(size)
+    return buffer[:size]
 
 
 def _tile_rows(n: int, k: int, threads: int) -> int:

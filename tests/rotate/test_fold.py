@@ -69,7 +69,7 @@ def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     importlib.import_module("transformers.integrations.sdpa_attention")
     for name, module in list(sys.modules.items()):
         ours = name.startswith(("transformers.models.", "transformers.integrations."))
-        if (ours or name == "transformers.modeling_rope_utils") and hasattr(module, "torch"):
+        if (ours or name == "transformers.modeling_rope_utils") and "torch" in vars(module):
             monkeypatch.setattr(module, "torch", _WideTorch("torch"))
     monkeypatch.setattr(Tensor, "float", Tensor.double)
 
