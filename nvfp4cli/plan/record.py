@@ -157,7 +157,7 @@ def _work_bytes(members: list[Member]) -> int:
 
 # The encoder's tiles in each thread, pieces and tiles of streamed tensors, and what the allocator
 # keeps of freed blocks.
-SCRATCH_BYTES = 96 << 20
+SCRATCH_BYTES = 160 << 20
 
 
 def _numel(shape: tuple[int, ...]) -> int:
