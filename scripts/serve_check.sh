@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Load what nvfp4 writes in vLLM and in transformers, on a CPU, and compare with our own figures.
+# Load what nvfp4 writes in vLLM, transformers and comfy-kitchen, on a CPU, and compare with our own figures.
 #
 #   ./scripts/serve_check.sh               one table; the last line is "N passed, N failed"
 #   ./scripts/serve_check.sh --json FILE   the findings too
@@ -14,7 +14,7 @@ vllm=$PYTHON
 # They come with vLLM, built for another torch, and keep it from starting.
 "$vllm" -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 
-environment serve --constraint "$PINS" --editable "$ROOT" compressed-tensors torchao
+environment serve --constraint "$PINS" --editable "$ROOT" compressed-tensors torchao comfy-kitchen
 smollm2
 
 say "serve check"

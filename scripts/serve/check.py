@@ -57,6 +57,8 @@ CASES = (
     Case("transformers", "torchao", SMOLLM2, stored="float32"),
     Case("transformers", "compressed-tensors", "qwen2", rotate="r1r2", decoded="bfloat16"),
     Case("transformers", "compressed-tensors", SMOLLM2, decoded="bfloat16"),
+    Case("comfy", "comfy", "qwen2", rotate="r1r2"),
+    Case("comfy", "comfy", SMOLLM2),
     Case("vllm", "torchao", "llama", stored="float32"),
     Case("vllm", "torchao", "llama", rotate="r1r2", stored="float32"),
     Case("vllm", "compressed-tensors", "qwen2", rotate="r1r2"),
@@ -235,7 +237,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file to write the findings to")
     options = parser.parse_args()
     transformers.logging.disable_progress_bar()
-    pythons = {"transformers": Path(sys.executable), "vllm": options.vllm}
+    ours = Path(sys.executable)
+    pythons = {"transformers": ours, "comfy": ours, "vllm": options.vllm}
     with tempfile.TemporaryDirectory(prefix="serve-check-") as folder:
         workshop = Workshop(Path(folder), options.smollm2)
         findings = [
