@@ -95,7 +95,7 @@ def test_requests_are_answered_one_by_one(check, tmp_path):
 
 @pytest.mark.parametrize(
     ("fault", "code", "last"),
-    [(None, 0, "2 passed, 0 failed"), ("out of order", 1, "1 passed, 1 failed")],
+    [(None, 0, "3 passed, 0 failed"), ("out of order", 1, "2 passed, 1 failed")],
 )
 def test_last_line_and_exit_code(check, tmp_path, monkeypatch, capsys, fault, code, last):
     def run(engine, python, workshop):
@@ -110,7 +110,7 @@ def test_last_line_and_exit_code(check, tmp_path, monkeypatch, capsys, fault, co
         check.main()
     assert int(exit_.value.code) == code
     assert capsys.readouterr().out.splitlines()[-1] == last
-    assert [f["fault"] for f in json.loads(file.read_text())] == [None, fault]
+    assert [f["fault"] for f in json.loads(file.read_text())] == [None, None, fault]
 
 
 def test_a_checkpoint_that_cannot_be_written_fails_its_case_alone(check, tmp_path, monkeypatch):
