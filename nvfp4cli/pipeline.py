@@ -55,6 +55,7 @@ def run(plan: Plan, out: Path, *, resume: bool = False, device: str = "cpu") -> 
     """
     source = plan.weights.checkpoint.folder
     _check_disk(plan, out)
+    _check_copies(plan)
     with OutputFolder(out, source, _fingerprint(plan, device), resume) as folder:
         try:
             yield from _write(plan, out, device)
@@ -87,7 +88,24 @@ def _write(plan: Plan, out: Path, device: str) -> Iterator[Event]:
 
 def _published(plan: Plan, out: Path) -> list[Shard]:
     """Shards that an earlier run has completed."""
-    return [shard for shard in plan.shards if (out / shard.file).exists()]
+    paths = [(shard, out / shard.file) for shard in plan.shards]
+    return [shard for shard, path in paths if path.exists() and path.stat().st_size == shard.size]
+
+
+def _check_copies(plan: Plan) -> None:
+    """A stored head that config.json calls tied is left out; it must say the same."""
+    checkpoint = plan.weights.checkpoint
+    for head, embedding in plan.facts.copies:
+        infos = [checkpoint.tensors[name] for name in (head, embedding)]
+        same = infos[0].nbytes == infos[1].nbytes
+        for start in range(0, infos[0].nbytes if same else 0, _PIECE_BYTES):
+            stop = min(start + _PIECE_BYTES, infos[0].nbytes)
+            same = same and torch.equal(*(checkpoint.read_bytes(i, start, stop) for i in infos))
+        if not same:
+            raise CheckpointError(
+                f"config.json ties the output head to {embedding}, and {head} is another matrix: "
+                "set tie_word_embeddings to false, or remove the tensor."
+            )
 
 
 def _check_disk(plan: Plan, out: Path) -> None:

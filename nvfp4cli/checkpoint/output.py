@@ -10,6 +10,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from nvfp4cli.checkpoint.files import CONFIG, RECORD
 from nvfp4cli.errors import CheckpointError
 
 # Present only while a run is unfinished. Holds what must be the same for a resume.
@@ -132,6 +133,11 @@ class OutputFolder:
         if JOURNAL in entries:
             self._check_resumable()
             return True
+        if self._resume and {CONFIG, RECORD} <= set(entries):
+            raise CheckpointError(
+                f"{self._path} holds a finished checkpoint: there is nothing to resume; leave it, "
+                "or choose another output folder."
+            )
         if entries:
             raise CheckpointError(
                 f"{self._path} is not empty: choose another output folder, or empty this one "

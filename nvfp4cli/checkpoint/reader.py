@@ -207,12 +207,17 @@ def _place(file: str) -> str:
 
 def _read_header(folder: Path, file: str) -> tuple[dict[str, str], list[TensorInfo]]:
     path = folder / file
-    size = path.stat().st_size
-    with path.open("rb") as f:
-        length = int.from_bytes(f.read(8), "little")
-        if size < 8 or length > min(_MAX_HEADER, size - 8):
-            raise CheckpointError(f"{file} is not a complete safetensors file: download it again.")
-        raw = f.read(length)
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as f:
+            length = int.from_bytes(f.read(8), "little")
+            raw = f.read(length) if 8 + length <= size and length <= _MAX_HEADER else None
+    except OSError as error:
+        raise CheckpointError(
+            f"{path} cannot be read ({error.strerror}): make it readable, or copy it."
+        ) from None
+    if raw is None or size < 8:
+        raise CheckpointError(f"{file} is not a complete safetensors file: download it again.")
     try:
         header = json.loads(raw, object_pairs_hook=lambda pairs: _unique(pairs, file))
     except (ValueError, RecursionError) as error:

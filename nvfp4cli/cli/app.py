@@ -29,7 +29,10 @@ Resume = Annotated[bool, typer.Option("--resume", help="Continue a run that was 
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Print every decision, read headers only, write nothing.")
 ]
-Strict = Annotated[bool, typer.Option("--strict", help="Treat warnings about the wish as errors.")]
+Strict = Annotated[
+    bool,
+    typer.Option("--strict", help="Refuse patterns that match nothing or split a fused layer."),
+]
 
 
 def _one_of(choices: tuple[str, ...]) -> str:

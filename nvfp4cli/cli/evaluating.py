@@ -1,5 +1,6 @@
 """The command that measures: eval."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from nvfp4cli.checkpoint import hub
 from nvfp4cli.checkpoint.reader import open_checkpoint
 from nvfp4cli.cli import console
 from nvfp4cli.cli.device import pick
-from nvfp4cli.errors import RecipeError
+from nvfp4cli.errors import CheckpointError, RecipeError
 from nvfp4cli.evaluate.model import load, load_tokenizer
 from nvfp4cli.evaluate.perplexity import Scores, context_limit, evaluate
 from nvfp4cli.evaluate.text import leading_bos, load_text, tokenize
@@ -66,6 +67,12 @@ def perplexity(
             baseline=reference,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
+    for name, value in ((checkpoint, scores.nll), (baseline, scores.baseline_perplexity)):
+        if value is not None and not math.isfinite(value):
+            raise CheckpointError(
+                f"{name} computes values that are not finite: look for the tensor with "
+                f"`nvfp4 inspect {name} --strict`."
+            )
     facts = {
         "checkpoint": checkpoint,
         "baseline": baseline,

@@ -25,6 +25,8 @@ from nvfp4cli.rotate import fold
 from nvfp4cli.rotate.fold import Rotations
 
 _WORST = 10
+# Swapped nibbles give -3 dB, block scales of other rows 9; real weights about 20.
+_LEAST_SNR_DB = 12.0
 _TIED = ("lm_head.weight", "model.embed_tokens.weight")  # where no spec tells
 
 
@@ -108,6 +110,12 @@ def compare(
             found.append(Violation(weight.name, "source-shape", message))
             continue
         deviation = _deviation(weight, info, inventory, original)
+        if deviation.kind == "quantized" and deviation.snr_db < _LEAST_SNR_DB:
+            message = (
+                f"{weight.name} is {deviation.snr_db:.1f} dB from its source, where NVFP4 gives "
+                "about 20: its codes or scales are out of order; quantise the source again."
+            )
+            found.append(Violation(weight.name, "snr", message))
         deviations.append(deviation)
         if deviation.changed_bits_share:
             message = (

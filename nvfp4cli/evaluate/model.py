@@ -40,6 +40,7 @@ def load(folder: Path, *, dtype: torch.dtype, device: str) -> PreTrainedModel:
     type that the installed transformers does not know as a causal language model.
     """
     transformers.utils.logging.disable_progress_bar()
+    transformers.utils.logging.set_verbosity_error()  # the faults it reports are raised below
     checkpoint = open_checkpoint(folder)
     weights = open_weights(checkpoint)
     config, model_class = _architecture(folder, checkpoint.config)
@@ -112,7 +113,13 @@ def _architecture(
         )
     # The weights arrive dequantised: no quantiser of transformers may touch them.
     plain = {key: value for key, value in values.items() if key != "quantization_config"}
-    config = CONFIG_MAPPING[model_type].from_dict(plain)
+    try:
+        config = CONFIG_MAPPING[model_type].from_dict(plain)
+    except Exception as error:  # its checks raise whatever they like
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(
+            f"transformers refuses {folder / 'config.json'} ({reason}): correct it."
+        ) from error
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedError(
             f"{folder} holds a {model_type} model, which is not a causal language model: "

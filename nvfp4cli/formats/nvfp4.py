@@ -151,7 +151,7 @@ def check_finite(weight: Tensor, name: str) -> None:
         raise WeightError(
             f"{name} holds {count} value{'s' if count > 1 else ''} that "
             f"{'are' if count > 1 else 'is'} NaN or Inf, the first ({value}) at index {index}: "
-            "repair the checkpoint, or keep this tensor as it is with --ignore."
+            "repair the checkpoint, or keep a linear weight as it is with --ignore."
         )
 
 

@@ -42,6 +42,7 @@ def plan_convert(checkpoint: Checkpoint, layout_name: str, max_shard_size: str |
         model=origin["model"],
         rotation=origin["rotation"],
         kept=tuple(_kept(weights)),
+        copies=(),
         untied=False,
         warnings=tuple(advice.warnings(jobs, layout)),
         next_step=advice.next_step(jobs, layout),

@@ -72,6 +72,7 @@ def plan_quantize(
         model=model,
         rotation=rotations.facts(),
         kept=tuple(kept),
+        copies=_tied_copies(context),
         untied=rotations.residual is not None and spec.tied(config),
         warnings=tuple(warnings),
         next_step=advice.next_step(jobs, layout),
@@ -116,6 +117,17 @@ def _heads(claims: dict[str, Claim | None], context: _Context) -> dict[str, Clai
         for name, module in names.items():
             kept[name] = Claim(name, module.pattern, "weight", module, None)
     return kept
+
+
+def _tied_copies(context: _Context) -> tuple[tuple[str, str], ...]:
+    """Stored heads that are left out because config.json ties them, with what they must equal."""
+    tensors = context.checkpoint.tensors
+    if not context.spec.tied(context.checkpoint.config):
+        return ()
+    pairs = (
+        (f"{m.pattern}.weight", f"{m.tied_to}.weight") for m in context.spec.modules if m.tied_to
+    )
+    return tuple((head, embedding) for head, embedding in pairs if head in tensors)
 
 
 def _choose(claims: dict[str, Claim | None], context: _Context) -> tuple[dict[str, str], list[str]]:
@@ -233,6 +245,8 @@ def _source(claim: Claim, context: _Context) -> str:
 def _member(name: str, claim: Claim | None, chosen: str | None, context: _Context) -> Member:
     checkpoint, recipe = context.checkpoint, context.recipe
     info = checkpoint.tensors[_source(claim, context) if claim else name]
+    if claim:
+        fold.check_residual(claim, checkpoint.config["hidden_size"], info.shape)
     edits = fold.edits(claim, context.spec, context.rotations, info.shape) if claim else ()
     if claim and info.dtype not in _FLOATS:
         raise UnsupportedError(

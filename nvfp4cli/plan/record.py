@@ -77,7 +77,8 @@ class Facts:
     """What the configuration files and the record of the run say beyond the jobs.
 
     model: the name the user gave. rotation: kind, seed and sizes. kept: linear modules that stay
-    in the source dtype. untied: the output head no longer reuses the embedding. spec_text: the
+    in the source dtype. untied: the output head no longer reuses the embedding. copies: stored
+    heads that config.json ties and are left out, each with its embedding. spec_text: the
     architecture spec used. own_spec: it is one of the tool's and need not be stored.
     """
 
@@ -85,6 +86,7 @@ class Facts:
     rotation: dict[str, Any]
     kept: tuple[str, ...]
     untied: bool
+    copies: tuple[tuple[str, str], ...]
     warnings: tuple[str, ...]
     next_step: str  # what to do with the output, {out} or {path!r} standing for its folder
     spec_text: str

@@ -204,7 +204,6 @@ def edits(
     r1 = rotations.residual
     is_bias = claim.part == "bias"
     if r1 is not None:
-        _check_residual(claim, r1, shape)
         if claim.spec.role == "norm":
             if is_bias:
                 raise UnsupportedError(
@@ -230,15 +229,16 @@ def edits(
     return tuple(found)
 
 
-def _check_residual(claim: Claim, rotation: Rotation, shape: tuple[int, ...]) -> None:
+def check_residual(claim: Claim, hidden_size: int, shape: tuple[int, ...]) -> None:
+    """Raise UnsupportedError where the axis of the residual stream has another size."""
     is_bias = claim.part == "bias"
     if claim.spec.role == "reader" and is_bias:
         return
     axis = 0 if claim.spec.role == "writer" and not is_bias else -1
-    if shape[axis] != rotation.size:
+    if shape[axis] != hidden_size:
         raise UnsupportedError(
-            f"hidden_size is {rotation.size} in config.json, and {claim.tensor} has shape "
-            f"{list(shape)}: correct config.json, or use --rotate none."
+            f"hidden_size is {hidden_size} in config.json, and {claim.tensor} has shape "
+            f"{list(shape)}: correct config.json."
         )
 
 

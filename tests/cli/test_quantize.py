@@ -10,10 +10,12 @@ from pathlib import Path
 
 import pytest
 import yaml
+from safetensors.torch import load_file, save_file
 
 from nvfp4cli import __version__, pipeline
 from nvfp4cli.cli import quantizing
 from nvfp4cli.cli.app import main
+from nvfp4cli.formats.e2m1 import swap_nibbles
 from nvfp4cli.recipe import Recipe, known
 
 Run = Callable[..., tuple[int, str, str]]
@@ -223,7 +225,7 @@ def test_ctrl_c_says_how_to_continue(run, llama, tmp_path, monkeypatch):
 
 def test_a_second_run_is_refused(run, llama, tmp_path):
     assert run("quantize", llama, tmp_path / "out")[0] == 0
-    code, _, stderr = run("quantize", llama, tmp_path / "out", "--resume")
+    code, _, stderr = run("quantize", llama, tmp_path / "out")
     assert code == 1
     assert "is not empty" in stderr
 
@@ -258,3 +260,59 @@ def test_patterns_that_scheme_none_ignores_are_said(run, llama, tmp_path):
     argv = ("quantize", llama, tmp_path / "out", "--scheme", "none", "--ignore", "*", "--dry-run")
     assert "do nothing with --scheme none" in run(*argv)[2]
     assert run(*argv, "--strict")[0] == 1
+
+
+def with_config(source: Path, folder: Path, **changes: object) -> Path:
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, **changes}))
+    return folder
+
+
+@pytest.mark.parametrize("rotate", ["none", "r1"])
+def test_a_head_that_differs_is_not_dropped_as_tied(run, llama, tmp_path, rotate):
+    model = with_config(llama, tmp_path / "model", tie_word_embeddings=True)
+    code, _, stderr = run("quantize", model, tmp_path / "out", "--rotate", rotate)
+    assert code == 1
+    assert "lm_head.weight is another matrix" in stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_sizes_that_contradict_the_weights_are_refused_without_rotation_too(run, llama, tmp_path):
+    model = with_config(llama, tmp_path / "model", hidden_size=32)
+    code, _, stderr = run("quantize", model, tmp_path / "out")
+    assert code == 1
+    assert "hidden_size is 32 in config.json" in stderr
+
+
+def test_resuming_a_finished_run_is_said(run, llama, tmp_path):
+    assert run("quantize", llama, tmp_path / "out")[0] == 0
+    code, _, stderr = run("quantize", llama, tmp_path / "out", "--resume")
+    assert code == 1
+    assert "holds a finished checkpoint" in stderr
+
+
+def test_eval_of_a_model_that_gives_nan_fails(run, llama, tmp_path):
+    model, text = tmp_path / "model", tmp_path / "text"
+    shutil.copytree(llama, model)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"].fill_(float("nan"))
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    text.write_text("the quick brown fox jumps over the lazy dog " * 4)
+    for argv in (("eval", model), ("eval", llama, "--baseline", model)):
+        code, stdout, stderr = run(*argv, "--ppl", "--text", text, "--json")
+        assert (code, stdout) == (1, "")
+        assert f"{model} computes values that are not finite" in stderr
+
+
+def test_inspect_sees_codes_out_of_order(run, llama, tmp_path):
+    out = tmp_path / "out"
+    assert run("quantize", llama, out, "--layout", "modelopt")[0] == 0
+    assert run("inspect", out, "--against", llama, "--strict")[0] == 0
+    tensors = load_file(out / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    tensors[name] = swap_nibbles(tensors[name])
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    code, stdout, _ = run("inspect", out, "--against", llama, "--strict", "--json")
+    assert code == 1
+    assert [v["tensor"] for v in json.loads(stdout)["violations"]] == [name]
