@@ -296,7 +296,7 @@ def test_a_stored_copy_of_a_tied_head_is_ignored(source, tmp_path, wide):
     for path in source("llama tied").iterdir():
         (model / path.name).write_bytes(path.read_bytes())
     tensors = load_file(model / "model.safetensors")
-    tensors["lm_head.weight"] = torch.ones_like(tensors["model.embed_tokens.weight"])
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
     out = fold_to(model, tmp_path / "out", "--rotate", "r1")
     assert distance(source("llama tied"), out) < EXACT
