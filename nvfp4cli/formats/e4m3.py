@@ -13,7 +13,7 @@ MAX_BYTE = 126  # 0x7E; 0x7F is NaN
 SMALLEST = 2.0**-9  # byte 0x01, the smallest subnormal
 NAN_BYTE = 0x7F
 
-_NORMAL_FROM = 0x3C800000  # fp32 bits of 2^-6, the smallest normal E4M3 value
+_SMALLEST_NORMAL = 8  # the code of 2^-6
 _SUBNORMAL_MAGIC = 16384.0  # 2^14: adding it moves 2^-9 onto fp32's last mantissa bit
 _SUBNORMAL_BITS = 0x46800000  # fp32 bits of 2^14
 _REBIAS = (127 - 7) << 3  # exponent bias of fp32 minus that of E4M3, above 3 mantissa bits
@@ -27,7 +27,8 @@ def round_to_bytes(v: Tensor) -> Tensor:
     bits = v.view(torch.int32)
     normal = ((bits + 0x7FFFF + (bits >> 20 & 1)) >> 20) - _REBIAS
     subnormal = (v + _SUBNORMAL_MAGIC).view(torch.int32) - _SUBNORMAL_BITS
-    code = torch.where(bits < _NORMAL_FROM, subnormal, normal)
+    # Below 2^-6, whose code is 8, the subnormal code is the larger one, above it the normal one.
+    code = torch.maximum(normal, subnormal.clamp(max=_SMALLEST_NORMAL))
     return code.clamp(max=MAX_BYTE).to(torch.uint8)
 
 

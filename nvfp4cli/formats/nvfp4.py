@@ -170,20 +170,20 @@ def quantize(weight: Tensor, scale: GlobalScale) -> Quantized:
     scale_byte = e4m3.round_to_bytes(block_amax / e2m1.MAX / scale.multiplier)
     # A small block beside a huge one is not lost: its scale is at least 2^-9.
     scale_byte = torch.where(block_amax > 0, scale_byte.clamp(min=1), 0).to(torch.uint8)
-    reciprocal = block_reciprocal(scale_byte, scale.multiplier)
+    reciprocal = block_reciprocal(e4m3.decode(scale_byte), scale.multiplier)
     codes = e2m1.encode(x * reciprocal[..., None])
     return Quantized(e2m1.pack(codes.view(n, k)), scale_byte.view(torch.float8_e4m3fn), scale)
 
 
-def block_reciprocal(scale_byte: Tensor, multiplier: float) -> Tensor:
+def block_reciprocal(block_scale: Tensor, multiplier: float) -> Tensor:
     """fp32 factor from weight to code units, 1 / (block scale * global scale); 0 for scale 0.
 
     One IEEE division per block; the product is clamped to fp32's largest value so that a tensor
     of amax below 1e-32 cannot give inf * 0.
     """
-    decoded = e4m3.decode(scale_byte) * multiplier
+    decoded = block_scale * multiplier
     reciprocal = (1.0 / decoded).clamp(max=torch.finfo(torch.float32).max)
-    return torch.where(scale_byte > 0, reciprocal, torch.zeros_like(reciprocal))
+    return torch.where(block_scale > 0, reciprocal, torch.zeros_like(reciprocal))
 
 
 def zeros(rows: int, columns: int) -> Quantized:

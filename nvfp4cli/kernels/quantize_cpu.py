@@ -34,6 +34,9 @@ _SHIFTED = _MAGIC + 2  # y + 2
 _HALVED = torch.tensor(_MAGIC + 4)  # y/2 + 4
 _LARGEST = _MAGIC + 7
 
+# Every block scale that is stored, decoded.
+_SCALES = e4m3.decode(torch.arange(e4m3.MAX_BYTE + 1, dtype=torch.uint8))
+
 # What the bits of _MAGIC add up to in a word of eight nibbles, modulo 2^32.
 _MAGIC_WORD = _MAGIC_BITS * 0x11111111 & 0xFFFFFFFF
 
@@ -46,13 +49,11 @@ def quantize_cpu(weight: Tensor, scale: GlobalScale) -> Quantized:
     """
     n, k = weight.shape
     kb = k // BLOCK
-    planes = weight.unflatten(1, (kb, BLOCK)).permute(2, 0, 1)  # [16, N, K/16]
+    load = _loader(weight)
     words = torch.empty(n, kb * 2, dtype=torch.int32)  # eight codes each
     word_planes = words.unflatten(1, (kb, 2)).permute(2, 0, 1)  # [2, N, K/16]
     scale_byte = torch.empty(n, kb, dtype=torch.uint8)
-    reciprocals = block_reciprocal(
-        torch.arange(e4m3.MAX_BYTE + 1, dtype=torch.uint8), scale.multiplier
-    )
+    reciprocals = block_reciprocal(_SCALES, scale.multiplier)
     threads = _threads()
     rows = _tile_rows(n, k, threads)
 
@@ -64,19 +65,46 @@ def quantize_cpu(weight: Tensor, scale: GlobalScale) -> Quantized:
         for start in starts:
             tile = slice(start, start + rows)
             x, a, code, line = scratch[:, :, : min(rows, n - start)]
-            x.copy_(planes[:, tile])
+            load(tile, x)
             block_amax = torch.amax(torch.abs(x, out=a), dim=0)
             _round_scales(block_amax, scale.multiplier, scale_byte[tile])
-            reciprocal = reciprocals[scale_byte[tile].int()]
+            index = scale_byte[tile].flatten().int()  # `reciprocals[...]` takes twice as long
+            reciprocal = reciprocals.index_select(0, index).view_as(block_amax)
             _round_codes(torch.abs(x.mul_(reciprocal), out=a), code, line)
             # Only a scale that was rounded down by a seventh, a subnormal one, lets a code pass 7.
-            if (block_amax.mul_(reciprocal) >= 7).any():
+            if block_amax.mul_(reciprocal).max() >= 7:
                 code.clamp_(max=_LARGEST)
             torch.add(code, x.lt_(0), alpha=8, out=code)
             _join(code, line, word_planes[:, tile])
 
-    _share(encode, range(0, n, rows), threads)
+    if weight.numel():
+        _share(encode, range(0, n, rows), threads)
     return Quantized(words.view(torch.uint8), scale_byte.view(torch.float8_e4m3fn), scale)
+
+
+def _loader(weight: Tensor) -> Callable[[slice, Tensor], None]:
+    """How to copy rows of a [N, K] weight into fp32 planes [16, R, K/16].
+
+    Two neighbouring bf16 values are one 32-bit word, and each is the upper half of its fp32 form:
+    moving words and then shifting and masking takes 0.7 ns a value, converting 16-bit values 1.7.
+    """
+    paired = weight.stride(1) == 1 and weight.stride(0) % 2 == weight.storage_offset() % 2 == 0
+    if weight.dtype != torch.bfloat16 or not paired:
+        planes = weight.unflatten(1, (-1, BLOCK)).permute(2, 0, 1)  # [16, N, K/16]
+
+        def convert(tile: slice, x: Tensor) -> None:
+            x.copy_(planes[:, tile])
+
+        return convert
+    words = weight.view(torch.int32).unflatten(1, (-1, BLOCK // 2)).permute(2, 0, 1)
+
+    def load(tile: slice, x: Tensor) -> None:
+        even, odd = x.view(torch.int32)[0::2], x.view(torch.int32)[1::2]
+        odd.copy_(words[:, tile])  # the element with the even index is the low half
+        torch.bitwise_left_shift(odd, 16, out=even)
+        odd.bitwise_and_(-(1 << 16))
+
+    return load
 
 
 def _round_scales(block_amax: Tensor, multiplier: float, out: Tensor) -> None:
