@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from command import contents, quantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nvfp4cli import pipeline
 from nvfp4cli.checkpoint.reader import open_checkpoint
-from nvfp4cli.cli.app import main
 from nvfp4cli.formats import nvfp4
 from nvfp4cli.layouts import LAYOUTS, StoredWeights, open_weights
 from nvfp4cli.pipeline import Event
@@ -37,18 +37,9 @@ def altered(model: Path, folder: Path, edit: Edit) -> Path:
     return folder
 
 
-def quantize(model: Path, out: Path, *options: str) -> int:
-    return main(["quantize", str(model), str(out), "--device", "cpu", *options])
-
-
 def quantized(model: Path, out: Path, *options: str) -> StoredWeights:
     assert quantize(model, out, *options) == 0
     return open_weights(open_checkpoint(out))
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 @pytest.fixture

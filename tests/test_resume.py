@@ -12,24 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from command import contents, quantize
 from safetensors.torch import load_file, save_file
 
 from nvfp4cli import pipeline
 from nvfp4cli.checkpoint.output import JOURNAL
 from nvfp4cli.checkpoint.reader import open_checkpoint
 from nvfp4cli.checkpoint.writer import ShardWriter
-from nvfp4cli.cli.app import main
 from nvfp4cli.plan.quantize import plan_quantize
 from nvfp4cli.recipe import Recipe
-
-
-def quantize(model: Path, out: Path, *options: str) -> int:
-    return main(["quantize", str(model), str(out), "--device", "cpu", *options])
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
 @pytest.fixture

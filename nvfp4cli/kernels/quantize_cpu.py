@@ -5,8 +5,7 @@ a block, so that reducing over a block, scaling it and packing its nibbles becom
 long contiguous runs; over rows of 16 values they cost eager torch about 10 ns a row. The copy also
 converts any dtype and any strides to contiguous fp32.
 
-Measured on an AMD EPYC with AVX2, bf16: the reference takes 15 ns of one core for a value, this
-5 ns; on two cores the reference encodes 56 MB/s, this 420 MB/s.
+Measured on one core of an AMD EPYC with AVX2, bf16: the reference takes 15 ns a value, this 5 ns.
 """
 
 import functools
@@ -20,8 +19,8 @@ from torch import Tensor
 from nvfp4cli.formats import e2m1, e4m3
 from nvfp4cli.formats.nvfp4 import BLOCK, GlobalScale, Quantized, block_reciprocal
 
-# Values in a tile. A tile takes about 35 torch calls of a few microseconds each: 2^16 values are
-# too few to hide them (8 ns a value), and at 2^18 (4.7 ns) threads seldom wait for the GIL.
+# Values in a tile, which takes some forty torch calls of a few microseconds each: 2^16 values are
+# too few to hide them, and more than 2^18 leave the cache of the smaller machines measured.
 TILE = 1 << 18
 # More threads queue for the GIL: of 16 cores, 16 threads reached 360 MB/s of bf16, four 763.
 _MAX_THREADS = 4
