@@ -7,8 +7,9 @@ most whatever the model's size.
 import hashlib
 import json
 import math
+from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -18,14 +19,20 @@ from torch import Tensor
 
 from nvfp4cli import __version__, kernels
 from nvfp4cli.checkpoint import writer
+from nvfp4cli.checkpoint.files import INDEX
 from nvfp4cli.checkpoint.output import OutputFolder
 from nvfp4cli.checkpoint.reader import sidecars
 from nvfp4cli.checkpoint.writer import Shard, ShardWriter
 from nvfp4cli.errors import CheckpointError, WeightError
 from nvfp4cli.formats import nvfp4
+from nvfp4cli.kernels.threads import single_threaded
 from nvfp4cli.layouts.record import Stored
 from nvfp4cli.plan.record import Job, Member, Plan
 from nvfp4cli.rotate import fold
+
+# What a member has become: a weight for the layout to write, a tensor, or nothing where it is
+# streamed while it is written.
+_Result = Stored | Tensor | None
 
 # Kept tensors pass through in pieces of this size.
 _PIECE_BYTES = 16 << 20
@@ -60,7 +67,7 @@ def run(plan: Plan, out: Path, *, resume: bool = False, device: str = "cpu") -> 
         try:
             yield from _write(plan, out, device)
         except WeightError:
-            folder.discard()
+            folder.discard(_files(plan))
             raise
         except OSError as error:
             raise CheckpointError(
@@ -84,6 +91,12 @@ def _write(plan: Plan, out: Path, device: str) -> Iterator[Event]:
     for name, text in sorted(plan.files.items(), key=lambda item: item[0] == "config.json"):
         writer.write_text(out / name, text)
     writer.write_index(out, plan.shards)
+
+
+def _files(plan: Plan) -> list[str]:
+    """Every file of the output."""
+    source = plan.weights.checkpoint.folder
+    return [*(shard.file for shard in plan.shards), INDEX, *plan.files, *sidecars(source)]
 
 
 def _published(plan: Plan, out: Path) -> list[Shard]:
@@ -137,37 +150,55 @@ def _fingerprint(plan: Plan, device: str) -> dict[str, Any]:
 
 
 def _work(plan: Plan, shards: ShardWriter, device: str) -> Iterator[Event]:
-    """Every job with an unwritten tensor, the next one being read and the last one written."""
+    """Every job with an unwritten tensor, the next one being read and the last ones written."""
     jobs = [job for job in plan.jobs if _wanted(job, shards)]
     total = plan.source_bytes
     done = total - sum(job.source_bytes for job in jobs)
-    with ThreadPoolExecutor(1) as read_pool, ThreadPoolExecutor(1) as write_pool:
+    with single_threaded(1, "read") as read_pool, single_threaded(1, "write") as write_pool:
         ahead = read_pool.submit(_load, plan, jobs[0]) if jobs else None
-        writing: list[Future[None]] = []
+        writing = _Queue(plan.queue_bytes)
         for number, job in enumerate(jobs):
             assert ahead is not None
             loaded = ahead.result()
             if number + 1 < len(jobs):
                 ahead = read_pool.submit(_load, plan, jobs[number + 1])
             results, warnings = _compute(plan, job, loaded, device)
-            while len(writing) > 1:
-                writing.pop(0).result()
-            writing.append(write_pool.submit(_emit, plan, job, results, shards))
+            writing.make_room(job.held_bytes)
+            writing.append(write_pool.submit(_emit, plan, job, results, shards), job.held_bytes)
             done += job.source_bytes
             for message in warnings:
                 yield Event("warning", message=message)
             yield Event("progress", done, total, job.stage)
-        for future in writing:
-            future.result()
+        writing.make_room(plan.queue_bytes)
+
+
+class _Queue:
+    """Computed jobs on their way to the disk, in order, at most `limit` bytes of them."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._bytes = 0
+        self._jobs: deque[tuple[Future[None], int]] = deque()
+
+    def append(self, job: Future[None], nbytes: int) -> None:
+        self._bytes += nbytes
+        self._jobs.append((job, nbytes))
+
+    def make_room(self, nbytes: int) -> None:
+        """Wait until `nbytes` more fit; raises the first error of a job that has ended."""
+        while self._jobs and (self._jobs[0][0].done() or self._bytes + nbytes > self._limit):
+            job, size = self._jobs.popleft()
+            job.result()
+            self._bytes -= size
 
 
 def _wanted(job: Job, shards: ShardWriter) -> bool:
     return any(shards.wants(output.name) for m in job.members for output in m.outputs)
 
 
-def _load(plan: Plan, job: Job) -> list[Tensor | Stored | None]:
-    """The data of each member; None for one that is streamed while it is written."""
-    loaded: list[Tensor | Stored | None] = []
+def _load(plan: Plan, job: Job) -> list[_Result]:
+    """The data of each member."""
+    loaded: list[_Result] = []
     for member in job.members:
         if member.action == "repack":
             loaded.append(plan.weights.stored(member.module, plan.weights.activations))
@@ -179,30 +210,22 @@ def _load(plan: Plan, job: Job) -> list[Tensor | Stored | None]:
 
 
 def _compute(
-    plan: Plan, job: Job, loaded: list[Tensor | Stored | None], device: str
-) -> tuple[list[dict[str, Tensor]], list[str]]:
-    """The output tensors of each member (none for a streamed one), and warnings."""
+    plan: Plan, job: Job, loaded: list[_Result], device: str
+) -> tuple[list[_Result], list[str]]:
+    """What is to be written of each member, and warnings."""
     if job.members[0].action == "quantize":
         tensors = [t.to(device) for t in loaded if isinstance(t, Tensor)]
         loaded.clear()  # so that each source is freed once it has been folded
         return _quantize(plan, job, tensors)
-    results: list[dict[str, Tensor]] = []
-    for member, data in zip(job.members, loaded, strict=True):
-        if isinstance(data, Stored):
-            assert plan.layout is not None
-            results.append(plan.layout.export(member.module, data))
-        elif data is not None:
-            read = plan.weights.checkpoint.read
+    read = plan.weights.checkpoint.read
+    for i, member in enumerate(job.members):
+        if isinstance(data := loaded[i], Tensor):
             edited = fold.apply(data.to(device), member.edits, read)
-            results.append({member.name: _rounded(edited, member, read)})
-        else:
-            results.append({})
-    return results, []
+            loaded[i] = _rounded(edited, member, read)
+    return loaded, []
 
 
-def _quantize(
-    plan: Plan, job: Job, tensors: list[Tensor]
-) -> tuple[list[dict[str, Tensor]], list[str]]:
+def _quantize(plan: Plan, job: Job, tensors: list[Tensor]) -> tuple[list[_Result], list[str]]:
     """Fold and quantise the members of a group under one global scale."""
     read = plan.weights.checkpoint.read
     for i, member in enumerate(job.members):
@@ -216,17 +239,16 @@ def _quantize(
             raise _misfit(member, torch.float32, read)
     group = max(maxima)
     scale = nvfp4.GlobalScale.from_amax(group)
-    assert plan.layout is not None
-    results, warnings = [], []
+    results: list[_Result] = []
+    warnings = []
     for i, member in enumerate(job.members):
         if nvfp4.vanishes(maxima[i]):
             size = "holds only zeros" if maxima[i] == 0 else f"is at most {maxima[i]:.1e}"
             warnings.append(f"{member.name} {size}: it is stored as zeros.")
         if nvfp4.vanishes(group):
-            quantized = nvfp4.zeros(*member.source.shape)
+            results.append(Stored(nvfp4.zeros(*member.source.shape)))
         else:
-            quantized = kernels.quantize(tensors[i], scale)
-        results.append(plan.layout.export(member.module, Stored(quantized)))
+            results.append(Stored(kernels.quantize(tensors[i], scale)))
     return results, warnings
 
 
@@ -256,13 +278,17 @@ def _misfit(member: Member, dtype: torch.dtype, read: fold.Read) -> WeightError:
     return WeightError(f"{member.name} leaves the range of {name}: {remedy}.")
 
 
-def _emit(plan: Plan, job: Job, results: list[dict[str, Tensor]], shards: ShardWriter) -> None:
-    for member, tensors in zip(job.members, results, strict=True):
+def _emit(plan: Plan, job: Job, results: list[_Result], shards: ShardWriter) -> None:
+    for member, result in zip(job.members, results, strict=True):
         if not shards.wants(member.outputs[0].name):
             continue
-        for name, tensor in tensors.items():
-            shards.write(name, tensor)
-        if not tensors:
+        if isinstance(result, Stored):
+            assert plan.layout is not None
+            for name, tensor in plan.layout.export(member.module, result).items():
+                shards.write(name, tensor)
+        elif result is not None:
+            shards.write(member.name, result)
+        else:
             _stream(plan, member, shards)
 
 
@@ -272,6 +298,8 @@ def _stream(plan: Plan, member: Member, shards: ShardWriter) -> None:
     if member.action == "copy":
         for start in range(0, info.nbytes, _PIECE_BYTES):
             data = checkpoint.read_bytes(info, start, min(start + _PIECE_BYTES, info.nbytes))
+            if member.finite and not math.isfinite(nvfp4.amax(data.view(info.dtype))):
+                nvfp4.check_finite(checkpoint.read(member.name), member.name)
             shards.write_bytes(member.name, start, data)
         return
     rows, columns = info.shape

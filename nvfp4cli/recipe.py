@@ -1,12 +1,15 @@
 """A recipe: what the user wishes, as a flat YAML file or as options. No torch in here."""
 
+import difflib
+import re
+from collections.abc import Hashable
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import yaml
 
-from nvfp4cli.errors import RecipeError
+from nvfp4cli.errors import RecipeError, UsageError
 
 SCHEMES = ("w4a16", "none")
 LAYOUT_NAMES = ("torchao", "comfy", "compressed-tensors", "modelopt")
@@ -14,7 +17,15 @@ ROTATIONS = ("none", "r1", "r2", "r1r2")
 ROTATION_KINDS = ("hadamard", "block-16", "block-32", "block-64", "block-128", "qr")
 DTYPES = ("source", "bfloat16", "float16", "float32")
 
+_CHOICES = {
+    "scheme": SCHEMES,
+    "layout": LAYOUT_NAMES,
+    "rotate": ROTATIONS,
+    "rotation_kind": ROTATION_KINDS,
+    "dtype": DTYPES,
+}
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_SEEDS = 2**64  # what readers of the record in other languages hold
 
 
 @dataclass(frozen=True)
@@ -26,6 +37,8 @@ class Recipe:
     that stay in the source dtype. include: patterns of modules that are quantised although the
     architecture's spec keeps them (lm_head). dtype: of the tensors that are not quantised.
     max_shard_size: of an output file, such as "5GB".
+
+    Raises RecipeError for a value that makes no sense.
     """
 
     scheme: str = "w4a16"
@@ -39,37 +52,25 @@ class Recipe:
     max_shard_size: str = "5GB"
 
     def __post_init__(self) -> None:
-        _choice("scheme", self.scheme, SCHEMES)
-        _choice("layout", self.layout, LAYOUT_NAMES)
-        _choice("rotate", self.rotate, ROTATIONS)
-        _choice("rotation_kind", self.rotation_kind, ROTATION_KINDS)
-        _choice("dtype", self.dtype, DTYPES)
-        if not isinstance(self.seed, int) or isinstance(self.seed, bool) or self.seed < 0:
-            raise RecipeError(f"seed is {self.seed!r}: give a whole number from 0 up.")
-        for key, patterns in (("ignore", self.ignore), ("include", self.include)):
-            if not isinstance(patterns, tuple) or not all(isinstance(p, str) for p in patterns):
-                raise RecipeError(f"{key} is {patterns!r}: give a list of patterns.")
-        self.max_shard_bytes  # noqa: B018  the property checks the text
+        for field in fields(self):
+            if fault := _fault(field.name, getattr(self, field.name)):
+                raise RecipeError(f"{field.name} {fault}")
 
     @property
     def max_shard_bytes(self) -> int:
         """max_shard_size in bytes."""
-        text = str(self.max_shard_size).strip().upper()
-        number, unit = text[:-2], text[-2:]
-        try:
-            size = round(float(number) * _UNITS[unit])
-        except (ValueError, KeyError, OverflowError):
-            size = 0
-        if size <= 0:
-            raise RecipeError(
-                f"max_shard_size is {self.max_shard_size!r}: give a number and KB, MB, GB or TB, "
-                "such as 5GB."
-            )
-        return size
+        return _bytes(self.max_shard_size)
 
     def merged(self, **options: Any) -> "Recipe":
-        """A recipe in which every option that is not None replaces the recipe's own value."""
-        return replace(self, **{key: v for key, v in options.items() if v is not None})
+        """A recipe in which every option that is not None replaces the recipe's own value.
+
+        Raises UsageError for a value that makes no sense, naming it as an option.
+        """
+        given = {key: value for key, value in options.items() if value is not None}
+        for key, value in given.items():
+            if fault := _fault(key, value):
+                raise UsageError(f"--{key.replace('_', '-')} {fault}")
+        return replace(self, **given)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, as YAML and JSON hold them."""
@@ -79,20 +80,19 @@ class Recipe:
 def load(name: str) -> Recipe:
     """A recipe from a file, or from those that come with the tool by name ("vllm").
 
-    The nvfp4.yaml that every output holds is accepted too. Raises RecipeError for an unknown key
-    or value.
+    The nvfp4.yaml that every output holds is accepted too. Raises RecipeError for a file that
+    cannot be read, an unknown or repeated key and a value that makes no sense.
     """
-    path = Path(name)
-    if not path.is_file():
-        path = recipes_folder() / f"{name}.yaml"
-    if not path.is_file():
-        raise RecipeError(
-            f"No recipe file {name!r}: give the path of one, or one of {', '.join(known())}."
-        )
+    path = _path(name)
     try:
-        document = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        reason = " ".join(str(error).split())
+        document = yaml.load(path.read_text(encoding="utf-8"), _Loader)
+    except OSError as error:
+        raise RecipeError(
+            f"{path} cannot be read ({error.strerror}): name another recipe file."
+        ) from None
+    # ValueError: of what is no UTF-8, and of numbers and dates that YAML's own reading rejects.
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        reason = " ".join(str(error).split()).replace('in "<unicode string>", ', "in ")
         raise RecipeError(f"{path} is not a readable YAML file ({reason}): correct it.") from None
     if document is None:
         document = {}
@@ -100,14 +100,18 @@ def load(name: str) -> Recipe:
         document = document.get("recipe")
     if not isinstance(document, dict):
         raise RecipeError(f"{path} is no recipe: write lines such as `layout: torchao`.")
-    known_keys = {field.name for field in fields(Recipe)}
-    if unknown := [str(key) for key in document if key not in known_keys]:
-        raise RecipeError(
-            f"{path} has the unknown key {unknown[0]!r}: the keys are "
-            f"{', '.join(sorted(known_keys))}."
-        )
+    known_keys = sorted(field.name for field in fields(Recipe))
+    for key in document:
+        if key not in known_keys:
+            raise RecipeError(
+                f"{path} has the unknown key {key!r}{_nearest(str(key), known_keys)}: the keys are "
+                f"{', '.join(known_keys)}."
+            )
     lists = {key: tuple(v) for key, v in document.items() if isinstance(v, list)}
-    return Recipe(**{**document, **lists})
+    try:
+        return Recipe(**{**document, **lists})
+    except RecipeError as error:
+        raise RecipeError(f"In {path}, {error}") from None
 
 
 def recipes_folder() -> Path:
@@ -122,6 +126,85 @@ def known() -> list[str]:
     return sorted(path.stem for path in recipes_folder().glob("*.yaml"))
 
 
-def _choice(key: str, value: Any, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise RecipeError(f"{key} is {value!r}: choose one of {', '.join(choices)}.")
+def _path(name: str) -> Path:
+    """The file that a name stands for; a file of the user's wins over a shipped recipe."""
+    path = Path(name).expanduser()
+    try:
+        found = bool(name) and path.exists()  # an empty name is no name of this folder
+        folder = found and path.is_dir()
+    except OSError as error:  # a name too long, or a folder that may not be entered
+        raise RecipeError(
+            f"{name} cannot be read ({error.strerror}): give the path of a recipe file, or one of "
+            f"{', '.join(known())}."
+        ) from None
+    if found and not folder:
+        return path
+    if name in known():
+        return recipes_folder() / f"{name}.yaml"
+    if folder:
+        raise RecipeError(f"{name} is a folder: name the recipe file in it.")
+    raise RecipeError(
+        f"No recipe file {name!r}{_nearest(name, known())}: give the path of one, or one of "
+        f"{', '.join(known())}."
+    )
+
+
+def _nearest(word: str, words: list[str]) -> str:
+    found = difflib.get_close_matches(word, words, n=1)
+    return f" (did you mean {found[0]}?)" if found else ""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML without repeated keys, of which PyYAML keeps the last in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        """A mapping. Raises ConstructorError for a repeated key."""
+        seen = set()
+        for scalar in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
+            if scalar.value in seen:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {scalar.value!r} stands twice", scalar.start_mark
+                )
+            seen.add(scalar.value)
+        return super().construct_mapping(node, deep=deep)
+
+
+def _fault(key: str, value: Any) -> str | None:
+    """What is wrong with the value of a key, to follow its name in a sentence; None if nothing."""
+    shown = list(value) if isinstance(value, tuple) else value
+    if key in _CHOICES:
+        choices = _CHOICES[key]
+        return None if value in choices else f"is {shown!r}: choose one of {', '.join(choices)}."
+    if key == "seed":
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        fits = whole and 0 <= value < _SEEDS
+        return None if fits else f"is {shown!r}: give a whole number from 0 to 2^64 - 1."
+    if key == "max_shard_size":
+        wanted = "give a number and KB, MB, GB or TB, such as 5GB"
+        return None if _bytes(value) else f"is {shown!r}: {wanted}."
+    if not isinstance(value, tuple) or not all(isinstance(pattern, str) for pattern in value):
+        return f"is {shown!r}: give a list of patterns."
+    return _wrong_pattern(value)
+
+
+def _wrong_pattern(patterns: tuple[str, ...]) -> str | None:
+    for pattern in patterns:
+        if pattern.startswith("re:"):
+            try:
+                re.compile(pattern[3:])
+            except re.error as error:
+                return (
+                    f"has {pattern!r}, which is no regular expression ({error}): mend it, or use * "
+                    "for any text."
+                )
+    return None
+
+
+def _bytes(size: Any) -> int:
+    """Bytes of a size such as "5GB"; 0 for what is none."""
+    text = str(size).strip().upper()
+    number, unit = text[:-2], text[-2:]
+    try:
+        return max(0, round(float(number) * _UNITS[unit]))
+    except (ValueError, KeyError, OverflowError):
+        return 0

@@ -41,7 +41,8 @@ PLACES = {
     "transformers": ("evaluate/",),
     "huggingface_hub": ("checkpoint/hub.py", "checkpoint/remote.py", "evaluate/text.py"),
 }
-WITHOUT_TORCH = ("errors.py", "recipe.py", "cli/app.py", "cli/console.py", "checkpoint/files.py",
+WITHOUT_TORCH = ("errors.py", "recipe.py", "cli/app.py", "cli/commands.py", "cli/console.py",
+                 "cli/interrupts.py", "cli/streams.py", "checkpoint/files.py",
                  "checkpoint/hub.py")  # fmt: skip
 
 FILE_LINES = 400

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nvfp4cli import pipeline
 from nvfp4cli.checkpoint.reader import open_checkpoint
+from nvfp4cli.cli.app import main
 from nvfp4cli.formats import nvfp4
 from nvfp4cli.layouts import LAYOUTS, StoredWeights, open_weights
 from nvfp4cli.pipeline import Event
@@ -40,6 +41,10 @@ def altered(model: Path, folder: Path, edit: Edit) -> Path:
 def quantized(model: Path, out: Path, *options: str) -> StoredWeights:
     assert quantize(model, out, *options) == 0
     return open_weights(open_checkpoint(out))
+
+
+def convert(checkpoint: Path, out: Path) -> int:
+    return main(["convert", str(checkpoint), str(out), "--layout", "comfy"])
 
 
 @pytest.fixture
@@ -154,6 +159,9 @@ FOLD = ("--scheme", "none", "--rotate", "r1")
         (DOWN, (3, 100), -torch.inf, FOLD),
         (GAIN, (9,), torch.nan, FOLD),
         (EMBEDDING, (200, 31), torch.nan, FOLD),
+        # Copied as they are.
+        (GAIN, (9,), -torch.inf, ()),
+        (EMBEDDING, (200, 31), torch.nan, ()),
     ],
 )
 def test_nan_and_inf(name, index, value, options, llama, tmp_path, capsys):
@@ -169,6 +177,29 @@ def test_nan_and_inf(name, index, value, options, llama, tmp_path, capsys):
     assert message.startswith(f"error: {name} holds 1 value that is NaN or Inf")
     assert f"at index {list(index)}" in message
     assert not out.parent.exists()
+
+
+def test_a_damaged_weight_may_be_ignored(llama, tmp_path):
+    def edit(tensors: dict[str, Tensor]) -> None:
+        tensors[Q][5, 7] = torch.nan
+
+    model = altered(llama, tmp_path / "model", edit)
+    attention = "model.layers.0.self_attn.?_proj"
+    after = quantized(model, tmp_path / "out", "--ignore", attention)
+    assert after.tensor(Q)[5, 7].isnan()
+    assert convert(tmp_path / "out", tmp_path / "other") == 0
+
+
+def test_convert_refuses_a_copied_value_that_is_not_finite(llama, tmp_path, capsys):
+    quantized(llama, tmp_path / "out")
+
+    def edit(tensors: dict[str, Tensor]) -> None:
+        tensors[GAIN][9] = torch.inf
+
+    model = altered(tmp_path / "out", tmp_path / "damaged", edit)
+    assert convert(model, tmp_path / "other") == 1
+    assert f"{GAIN} holds 1 value that is NaN or Inf" in capsys.readouterr().err
+    assert not (tmp_path / "other").exists()
 
 
 @pytest.mark.parametrize("rotate", ["none", "r1"])

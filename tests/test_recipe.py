@@ -1,5 +1,7 @@
 """Recipes: strict about keys and values, the same whether from a file, by name or from options."""
 
+import os
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +9,7 @@ import pytest
 import yaml
 
 from nvfp4cli import recipe
-from nvfp4cli.errors import RecipeError
+from nvfp4cli.errors import RecipeError, UsageError
 from nvfp4cli.recipe import Recipe, load
 
 
@@ -86,17 +88,49 @@ def test_a_file_wins_over_a_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert load("vllm").layout == "modelopt"
 
 
-def test_no_such_recipe() -> None:
+def test_no_such_recipe(tmp_path: Path) -> None:
     with pytest.raises(RecipeError, match=r"No recipe file 'gone': give the path.*weight-only"):
         load("gone")
+    with pytest.raises(RecipeError, match=r"No recipe file 'vlm' \(did you mean vllm\?\): give"):
+        load("vlm")
+    with pytest.raises(RecipeError, match="No recipe file '': give the path"):
+        load("")
+    with pytest.raises(RecipeError, match="is a folder: name the recipe file in it"):
+        load(str(tmp_path))
+    with pytest.raises(RecipeError, match=r"cannot be read \(File name too long\): give the path"):
+        load("x" * 300)
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: object, **__: object) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    path = written(tmp_path, "seed: 1")
+    monkeypatch.setattr(Path, "read_text", refused)  # root may read everything
+    with pytest.raises(RecipeError, match=r"cannot be read \(Permission denied\): name another"):
+        load(path)
+
+
+def test_a_pipe_is_a_file(tmp_path: Path) -> None:
+    """As shells make of `--recipe <(...)`."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    writer = threading.Thread(target=pipe.write_text, args=("layout: comfy",))
+    writer.start()
+    assert load(str(pipe)).layout == "comfy"
+    writer.join()
 
 
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("layouts: torchao", "unknown key 'layouts': the keys are dtype, ignore, include, layout"),
-        ("1: 2", "unknown key '1'"),
-        ("null: 2", "unknown key 'None'"),
+        (
+            "layouts: modelopt",
+            r"unknown key 'layouts' \(did you mean layout\?\): the keys are dtype, ",
+        ),
+        ("turbo: 1", "unknown key 'turbo': the keys are dtype, ignore, include, layout, max"),
+        ("1: 2", "unknown key 1: "),
+        ("null: 2", "unknown key None"),
         ("- torchao", "is no recipe: write lines such as `layout: torchao`"),
         ("[]", "is no recipe"),
         ("false", "is no recipe"),
@@ -105,29 +139,37 @@ def test_no_such_recipe() -> None:
         ("a: b: c", "is not a readable YAML file"),
         ("layout: !!python/object:os.system x", "is not a readable YAML file"),
         ("layout: gguf", "layout is 'gguf': choose one of torchao, comfy"),
-        ("layout: [torchao]", r"layout is \('torchao',\): choose one of"),
+        ("layout: [torchao]", r"layout is \['torchao'\]: choose one of"),
         ("layout: {}", "layout is {}: choose one of"),
         ("layout:", "layout is None: choose one of"),
         ("scheme: w4a4", "scheme is 'w4a4': choose one of w4a16, none"),
         ("rotate: no", "rotate is False: choose one of none, r1"),
         ("rotation_kind: block", "rotation_kind is 'block': choose one of hadamard, block-16"),
         ("dtype: bf16", "dtype is 'bf16': choose one of source, bfloat16"),
-        ("seed: true", "seed is True: give a whole number from 0 up"),
+        ("seed: true", "seed is True: give a whole number from 0 to"),
         ("seed: '1'", "seed is '1': give a whole number"),
         ("seed: 1.0", "seed is 1.0: give a whole number"),
         ("seed: -1", "seed is -1: give a whole number"),
-        ("seed: [1]", r"seed is \(1,\): give a whole number"),
+        ("seed: [1]", r"seed is \[1\]: give a whole number"),
         ("seed:", "seed is None: give a whole number"),
+        ("seed: 18446744073709551616", "give a whole number from 0 to"),
         ("ignore: x", "ignore is 'x': give a list of patterns"),
-        ("ignore: [1]", r"ignore is \(1,\): give a list of patterns"),
+        ("ignore: [1]", r"ignore is \[1\]: give a list of patterns"),
         ("include: {a: b}", "include is {'a': 'b'}: give a list of patterns"),
         ("include:", "include is None: give a list of patterns"),
+        ("ignore: ['re:(']", r"ignore has 're:\(', which is no regular expression \(missing \)"),
+        ("layout: comfy\nseed: 1\nlayout: comfy", "the key 'layout' stands twice in line 3"),
+        ("recipe: {seed: 1, seed: 2}", "the key 'seed' stands twice"),
+        ("[a]: b", "is not a readable YAML file"),
+        ("seed: 2001-13-45", "is not a readable YAML file"),
+        ("[" * 500, "is not a readable YAML file"),
     ],
 )
 def test_what_makes_no_sense_is_one_sentence(tmp_path: Path, text: str, sentence: str) -> None:
     with pytest.raises(RecipeError, match=sentence) as caught:
         load(written(tmp_path, text))
     assert "\n" not in str(caught.value)
+    assert str(tmp_path / "recipe.yaml") in str(caught.value)
 
 
 def test_a_file_that_is_no_text(tmp_path: Path) -> None:
@@ -169,5 +211,21 @@ def test_options_replace_what_they_name() -> None:
     merged = wish.merged(seed=0, ignore=(), dtype="float16")
     assert merged == Recipe(layout="comfy", seed=0, ignore=(), dtype="float16")
     assert wish == Recipe(layout="comfy", seed=3, ignore=("a",))
-    with pytest.raises(RecipeError, match="layout is 'gguf'"):
-        wish.merged(layout="gguf")
+
+
+@pytest.mark.parametrize(
+    ("option", "sentence"),
+    [
+        ({"layout": "gguf"}, "^--layout is 'gguf': choose one of torchao"),
+        ({"rotation_kind": "x"}, "^--rotation-kind is 'x': choose"),
+        ({"seed": -1}, "^--seed is -1: give a whole number"),
+        ({"max_shard_size": "5"}, "^--max-shard-size is '5': give a number and"),
+        ({"ignore": ("a", "re:[")}, r"^--ignore has 're:\[', which is no regular expression"),
+    ],
+)
+def test_an_option_that_makes_no_sense_is_wrong_usage(
+    option: dict[str, Any], sentence: str
+) -> None:
+    with pytest.raises(UsageError, match=sentence):
+        Recipe(layout="comfy").merged(**option)
+    assert (UsageError.exit_code, RecipeError.exit_code) == (2, 1)

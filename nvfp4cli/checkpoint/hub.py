@@ -61,8 +61,11 @@ class RemoteFile:
 
 
 def is_hub_id(model: str) -> bool:
-    """True if `model` can be the name of a hub repository and no such path exists."""
-    if Path(model).expanduser().exists():
+    """True if `model` can be the name of a hub repository and no such path exists.
+
+    Raises CheckpointError for what the operating system does not take for a path.
+    """
+    if _path(model).exists():
         return False
     try:
         validate_repo_id(model)
@@ -109,6 +112,10 @@ def resolve(model: str, revision: str | None = None, *, weights: bool = True) ->
 
     Raises CheckpointError, and RecipeError for a revision of a folder.
     """
+    if not model.strip():
+        raise CheckpointError(
+            "The model's name is empty: give a folder, or a hub id like org/name."
+        )
     if not is_hub_id(model):
         return _local_folder(model, revision, weights)
     if constants.HF_HUB_OFFLINE:
@@ -146,8 +153,18 @@ def remote_headers(model: str, revision: str | None = None) -> dict[str, RemoteF
     }
 
 
+def _path(model: str) -> Path:
+    try:
+        path = Path(model).expanduser()
+        path.exists()  # a name can be too long to be asked for
+    except (OSError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or str(error).rstrip(".")
+        raise CheckpointError(f"{model} is no path ({reason}): check it.") from None
+    return path
+
+
 def _local_folder(model: str, revision: str | None, weights: bool) -> Path:
-    folder = Path(model).expanduser()
+    folder = _path(model)
     if not folder.exists():
         raise CheckpointError(
             f"There is no such folder as {model}: check the path, or give a hub id like org/name."
@@ -170,8 +187,9 @@ def _cached_folder(model: str, revision: str | None, weights: bool) -> Path:
         return _local_folder(found, None, weights)
     except (LocalEntryNotFoundError, CheckpointError) as error:
         raise CheckpointError(
-            f"{_at(model, revision)} is not, or not wholly, in the cache "
-            f"{constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set: unset it to download the rest."
+            f"{_at(model, revision)} is no folder, and it is not, or not wholly, in the cache "
+            f"{constants.HF_HUB_CACHE}, and HF_HUB_OFFLINE is set: check the name, or unset it to "
+            "download the model."
         ) from error
 
 
@@ -304,8 +322,8 @@ def _sentence(error: BaseException, model: str, revision: str | None) -> str:
         return f"{hub} refuses {_at(model, revision)} with HTTP status {status}: {step}."
     if isinstance(error, HTTPError | LocalEntryNotFoundError | FileMetadataError):
         return (
-            f"{hub} cannot be reached ({reason}): check the connection, or set HF_HUB_OFFLINE=1 "
-            "to use what is cached."
+            f"{model} is no folder, and {hub} cannot be reached ({reason}): check the name and the "
+            "connection, or set HF_HUB_OFFLINE=1 to use what is cached."
         )
     if isinstance(error, SafetensorsParsingError):
         return f"{model} holds a damaged safetensors file ({reason}): choose another revision."

@@ -3,7 +3,7 @@
 import fcntl
 import json
 import os
-import shutil
+from collections.abc import Iterable
 from contextlib import ExitStack, suppress
 from itertools import takewhile
 from pathlib import Path
@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any
 
 from nvfp4cli.checkpoint.files import CONFIG, RECORD
+from nvfp4cli.checkpoint.writer import PARTIAL
 from nvfp4cli.errors import CheckpointError
 
 # Present only while a run is unfinished. Holds what must be the same for a resume.
@@ -55,17 +56,19 @@ class OutputFolder:
         """The run is complete: the folder is no longer resumable."""
         (self._path / JOURNAL).unlink()
 
-    def discard(self) -> None:
-        """Remove everything this run and those it resumed have written.
+    def discard(self, files: Iterable[str]) -> None:
+        """Remove `files`, whole or partial, that this run and those it resumed have written.
 
-        The folder was empty when the first of them claimed it, so that is all it holds; the folder
-        itself goes too if it was made for the run.
+        What somebody else has put into the folder stays. Folders go too where they were made for
+        the run and are empty.
         """
-        for entry in self._path.iterdir():
-            if entry.is_dir() and not entry.is_symlink():
-                shutil.rmtree(entry)
-            else:
-                entry.unlink()
+        for name in (*files, JOURNAL):
+            path = self._path / name
+            path.unlink(missing_ok=True)
+            path.with_name(path.name + PARTIAL).unlink(missing_ok=True)
+            for parent in path.relative_to(self._path).parents[:-1]:
+                with suppress(OSError):
+                    (self._path / parent).rmdir()
         self._remove_made()
 
     def _claim(self) -> None:

@@ -128,13 +128,14 @@ def open_checkpoint(folder: Path) -> Checkpoint:
                 listed = weight_map.get(info.name, "nowhere")
                 raise CheckpointError(
                     f"{file} holds {info.name}, which {INDEX} lists {_place(listed)}: the "
-                    "index is stale; download the checkpoint again."
+                    f"index is stale; {_remedy(folder, 'the checkpoint')}."
                 )
             tensors[info.name] = info
     for name, file in (weight_map or {}).items():
         if name not in tensors:
             raise CheckpointError(
-                f"{INDEX} lists {name} in {file}, which does not hold it: download that file again."
+                f"{INDEX} lists {name} in {file}, which does not hold it: "
+                f"{_remedy(folder, 'that file')}."
             )
     return Checkpoint(folder, config, tensors, metadata)
 
@@ -148,10 +149,19 @@ def read_json(path: Path) -> dict[str, Any]:
             f"{path.parent} has no {path.name}: name a folder that holds a Hugging Face checkpoint."
         ) from None
     except (ValueError, RecursionError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read ({error}): download it again.") from None
+        raise CheckpointError(
+            f"{path} cannot be read ({error}): {_remedy(path.parent, 'it')}."
+        ) from None
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} is not a JSON object: download it again.")
+        raise CheckpointError(f"{path} is not a JSON object: {_remedy(path.parent, 'it')}.")
     return value
+
+
+def _remedy(folder: Path, what: str) -> str:
+    """The next step where a file of the checkpoint is damaged."""
+    if (folder / RECORD).is_file():
+        return "write the checkpoint again with `nvfp4 quantize`"
+    return f"download {what} again"
 
 
 def sidecars(folder: Path) -> Iterator[str]:
@@ -185,7 +195,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
         raise CheckpointError(no_weights(str(folder), [path.name for path in folder.iterdir()]))
     weight_map = read_json(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise CheckpointError(f"{folder / INDEX} has no weight_map: download it again.")
+        raise CheckpointError(f"{folder / INDEX} has no weight_map: {_remedy(folder, 'it')}.")
     for name, file in weight_map.items():
         inside = isinstance(file, str) and file and "\\" not in file
         path = PurePosixPath(file) if inside else PurePosixPath("..")
@@ -196,7 +206,7 @@ def _weight_map(folder: Path) -> dict[str, str] | None:
             )
         if not (folder / file).is_file():
             raise CheckpointError(
-                f"{file}, which holds {name}, is missing from {folder}: download it again."
+                f"{file}, which holds {name}, is missing from {folder}: {_remedy(folder, 'it')}."
             )
     return weight_map
 
@@ -207,6 +217,7 @@ def _place(file: str) -> str:
 
 def _read_header(folder: Path, file: str) -> tuple[dict[str, str], list[TensorInfo]]:
     path = folder / file
+    remedy = _remedy(folder, "it")
     try:
         size = path.stat().st_size
         with path.open("rb") as f:
@@ -217,31 +228,29 @@ def _read_header(folder: Path, file: str) -> tuple[dict[str, str], list[TensorIn
             f"{path} cannot be read ({error.strerror}): make it readable, or copy it."
         ) from None
     if raw is None or size < 8:
-        raise CheckpointError(f"{file} is not a complete safetensors file: download it again.")
+        raise CheckpointError(f"{file} is not a complete safetensors file: {remedy}.")
     try:
-        header = json.loads(raw, object_pairs_hook=lambda pairs: _unique(pairs, file))
+        header = json.loads(raw, object_pairs_hook=lambda pairs: _unique(pairs, file, remedy))
     except (ValueError, RecursionError) as error:
-        raise CheckpointError(
-            f"The header of {file} is damaged ({error}): download it again."
-        ) from None
+        raise CheckpointError(f"The header of {file} is damaged ({error}): {remedy}.") from None
     metadata = header.pop("__metadata__", {}) if isinstance(header, dict) else None
     if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
-        raise CheckpointError(f"The header of {file} is no safetensors header: download it again.")
-    infos = [_tensor_info(name, entry, file, 8 + length) for name, entry in header.items()]
-    _check_ranges(infos, file, 8 + length, size)
+        raise CheckpointError(f"The header of {file} is no safetensors header: {remedy}.")
+    infos = [_tensor_info(name, entry, file, 8 + length, remedy) for name, entry in header.items()]
+    _check_ranges(infos, file, 8 + length, size, remedy)
     return metadata, infos
 
 
-def _unique(pairs: list[tuple[str, Any]], file: str) -> dict[str, Any]:
+def _unique(pairs: list[tuple[str, Any]], file: str, remedy: str) -> dict[str, Any]:
     entries = dict(pairs)
     if len(entries) != len(pairs):
         names = [name for name, _ in pairs]
         twice = next(name for name in names if names.count(name) > 1)
-        raise CheckpointError(f"{file} names {twice} twice: download the file again.")
+        raise CheckpointError(f"{file} names {twice} twice: {remedy}.")
     return entries
 
 
-def _tensor_info(name: str, entry: Any, file: str, data_start: int) -> TensorInfo:
+def _tensor_info(name: str, entry: Any, file: str, data_start: int, remedy: str) -> TensorInfo:
     try:
         start, end = entry["data_offsets"]
         shape = tuple(entry["shape"])
@@ -257,22 +266,22 @@ def _tensor_info(name: str, entry: Any, file: str, data_start: int) -> TensorInf
     if end - start != nbytes:
         raise CheckpointError(
             f"{file} gives {name} {end - start} bytes, but shape {list(shape)} of "
-            f"{entry['dtype']} takes {nbytes}: download the file again."
+            f"{entry['dtype']} takes {nbytes}: {remedy}."
         )
     return TensorInfo(name, file, dtype, shape, data_start + start, end - start)
 
 
-def _check_ranges(infos: list[TensorInfo], file: str, start: int, size: int) -> None:
+def _check_ranges(infos: list[TensorInfo], file: str, start: int, size: int, remedy: str) -> None:
     """Tensors must fill the file without gap or overlap, and the file must end with the last."""
     position = start
     for info in sorted(infos, key=lambda i: (i.start, i.nbytes)):
         if info.start != position:
             raise CheckpointError(
                 f"The bytes of {info.name} in {file} begin at {info.start} instead of "
-                f"{position}: download the file again."
+                f"{position}: {remedy}."
             )
         position += info.nbytes
     if position != size:
         raise CheckpointError(
-            f"{file} has {size} bytes where its header promises {position}: download it again."
+            f"{file} has {size} bytes where its header promises {position}: {remedy}."
         )

@@ -209,11 +209,16 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
 
 
 def check_disk(folder: Path, needed: int) -> None:
-    """Raise CheckpointError if the file system of `folder` has fewer than `needed` bytes free."""
+    """Raise CheckpointError if the file system of `folder` has fewer than `needed` bytes free, or
+    none at all."""
     existing = folder
     while not existing.exists():
         existing = existing.parent
-    free = shutil.disk_usage(existing).free
+    total, _, free = shutil.disk_usage(existing)
+    if not total:  # /proc and the like
+        raise CheckpointError(
+            f"{existing} is on a file system that stores no files: choose another output folder."
+        )
     if free < needed:
         raise CheckpointError(
             f"{existing} has {free / 1e9:.2f} GB free and this run writes {needed / 1e9:.2f} GB: "

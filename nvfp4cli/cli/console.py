@@ -2,10 +2,11 @@
 
 import json
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -18,8 +19,10 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+_UNBOUNDED = 10_000  # columns, more than any table has
+
 # Written to a file or a pipe, tables are as wide as they need to be.
-stdout = Console(width=None if sys.stdout.isatty() else 200)
+stdout = Console(width=None if sys.stdout.isatty() else _UNBOUNDED)
 stderr = Console(stderr=True, highlight=False, soft_wrap=True)
 
 
@@ -61,8 +64,13 @@ def progress_bar() -> Progress:
         TimeRemainingColumn(),
         console=stderr,
         transient=True,
-        disable=not stderr.is_terminal,
+        disable=not _animated(),
     )
+
+
+def _animated() -> bool:
+    """FORCE_COLOR makes rich take a file for a terminal, but only for colours."""
+    return stderr.is_interactive and stderr.file.isatty()
 
 
 def counter() -> Progress:
@@ -74,7 +82,7 @@ def counter() -> Progress:
         TimeRemainingColumn(),
         console=stderr,
         transient=True,
-        disable=not stderr.is_terminal,
+        disable=not _animated(),
     )
 
 
@@ -87,8 +95,11 @@ def facts(title: str, rows: Iterable[tuple[str, str]]) -> None:
     stdout.print(grid)
 
 
-def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) -> None:
-    """A table on stdout; numbers are aligned to the right."""
+def table(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) -> None:
+    """A table on stdout; numbers are aligned to the right.
+
+    On a terminal too narrow for it every row is a line: folded cells could not be read or copied.
+    """
     kept = [[str(cell) for cell in row] for row in rows]
     drawn = Table(title=title, title_justify="left")
     for i, column in enumerate(columns):
@@ -96,7 +107,14 @@ def table(title: str, columns: Iterable[str], rows: Iterable[Iterable[object]]) 
         drawn.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in kept:
         drawn.add_row(*row)
-    stdout.print(drawn)
+    wide = stdout.options.update(width=_UNBOUNDED)
+    if Measurement.get(stdout, wide, drawn).maximum <= stdout.width:
+        stdout.print(drawn)
+        return
+    line(f"{title}:")
+    for name, *cells in kept:
+        pairs = zip(columns[1:], cells, strict=True)
+        line(f"  {name}: " + ", ".join(f"{column} {cell}" for column, cell in pairs if cell))
 
 
 def size(nbytes: float) -> str:

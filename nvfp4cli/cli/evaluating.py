@@ -3,7 +3,7 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
 import torch
 
@@ -11,9 +11,10 @@ from nvfp4cli.checkpoint import hub
 from nvfp4cli.checkpoint.reader import open_checkpoint
 from nvfp4cli.cli import console
 from nvfp4cli.cli.device import pick
-from nvfp4cli.errors import CheckpointError, RecipeError
-from nvfp4cli.evaluate.model import load, load_tokenizer
-from nvfp4cli.evaluate.perplexity import Scores, context_limit, evaluate
+from nvfp4cli.errors import CheckpointError, UsageError
+from nvfp4cli.evaluate.baseline import check_baseline
+from nvfp4cli.evaluate.model import configuration, load, load_tokenizer
+from nvfp4cli.evaluate.perplexity import Scores, check_windows, context_limit, evaluate
 from nvfp4cli.evaluate.text import leading_bos, load_text, tokenize
 from nvfp4cli.layouts import open_weights
 
@@ -23,7 +24,10 @@ DTYPES = ("float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Options:
-    """How to measure: see `evaluate.perplexity.evaluate`."""
+    """How to measure, as `evaluate.perplexity.evaluate` says.
+
+    Raises UsageError for what no model could be measured with.
+    """
 
     context: int | None  # None: 1024, or what the model takes if that is less
     stride: int | None  # None: as many as the context
@@ -32,64 +36,99 @@ class Options:
     dtype: str
     device: str
 
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise UsageError(f"--dtype is {self.dtype!r}: choose one of {', '.join(DTYPES)}.")
+        context = self.context or DEFAULT_CONTEXT
+        if self.stride is not None and self.stride > context:
+            raise UsageError(
+                f"--stride {self.stride} in a --context of {context} tokens would leave tokens "
+                f"unscored: choose a --stride up to {context}, or a longer --context."
+            )
+
+
+class _Protocol(TypedDict):
+    """The options of `evaluate.perplexity.evaluate`, settled for one model."""
+
+    context: int
+    stride: int
+    batch_size: int
+    bos: int | None
+
 
 def perplexity(
     checkpoint: str, baseline: str | None, text: Path | None, options: Options, *, as_json: bool
 ) -> None:
-    """Measure one checkpoint, against its original if one is named."""
-    if options.dtype not in DTYPES:
-        raise RecipeError(f"--dtype is {options.dtype!r}: choose one of {', '.join(DTYPES)}.")
+    """Measure one checkpoint, against its original if one is named.
+
+    Everything that can be refused is refused before a model is loaded.
+    """
     dtype, device = getattr(torch, options.dtype), pick(options.device)
+    own = load_text(str(text)) if text is not None else None  # before anything is downloaded
     folder = hub.resolve(checkpoint)
-    original = hub.resolve(baseline) if baseline else None
-    words = load_text(str(text) if text else None)
-    tokenizer = load_tokenizer(folder)
-    tokens = tokenize(tokenizer, words.text, options.max_tokens)
-    bos = leading_bos(tokenizer)
-    if open_weights(open_checkpoint(folder)).activations:
-        console.warn(
-            "The activations are computed unquantised: these figures are those of the weights."
-        )
+    original = hub.resolve(baseline) if baseline is not None else None
+    words = own or load_text()
+    config, tokenizer = configuration(folder), load_tokenizer(folder)
+    tokens, bos = tokenize(tokenizer, words.text, options.max_tokens), leading_bos(tokenizer)
+    context = options.context or int(min(DEFAULT_CONTEXT, context_limit(config)))
+    protocol = _Protocol(
+        context=context,
+        stride=options.stride or context,
+        batch_size=options.batch_size,
+        bos=bos,
+    )
+    check_windows(config, tokens, **protocol)
+    if original is not None:
+        check_baseline(original, config, words.text, tokens, bos)
+    warnings = _warnings(folder)
     console.say(f"Measuring on {words.name}, {len(tokens)} tokens.")
     model = load(folder, dtype=dtype, device=device)
-    reference = load(original, dtype=dtype, device=device) if original else None
-    context = options.context or int(min(DEFAULT_CONTEXT, context_limit(model)))
-    stride = options.stride or context
+    reference = load(original, dtype=dtype, device=device) if original is not None else None
     with console.counter() as bar:
         task = bar.add_task("windows", total=None)
         scores = evaluate(
             model,
             tokens,
-            context=context,
-            stride=stride,
-            batch_size=options.batch_size,
-            bos=bos,
+            **protocol,
             baseline=reference,
             progress=lambda done, total: bar.update(task, completed=done, total=total),
         )
-    for name, value in ((checkpoint, scores.nll), (baseline, scores.baseline_perplexity)):
-        if value is not None and not math.isfinite(value):
-            raise CheckpointError(
-                f"{name} computes values that are not finite: look for the tensor with "
-                f"`nvfp4 inspect {name} --strict`."
-            )
-    facts = {
+    _check_finite(checkpoint, scores.nll)
+    _check_finite(baseline, scores.baseline_perplexity)
+    facts: dict[str, Any] = {
         "checkpoint": checkpoint,
         "baseline": baseline,
         "text": words.name,
         "text_sha256": words.sha256,
-        "context": context,
-        "stride": stride,
+        **protocol,
         "bos": bos is not None,
         "dtype": options.dtype,
         "device": device,
         "windows": len(scores.window_nll),
         **_measured(scores),
+        "warnings": warnings,
     }
     if as_json:
         console.print_json(facts)
     else:
         _print(facts)
+
+
+def _warnings(folder: Path) -> list[str]:
+    """What the reader of the figures must know, said on stderr too."""
+    if not open_weights(open_checkpoint(folder)).activations:
+        return []
+    message = "The activations are computed unquantised: these figures are those of the weights."
+    console.warn(message)
+    return [message]
+
+
+def _check_finite(name: str | None, value: float | None) -> None:
+    if value is not None and not math.isfinite(value):
+        raise CheckpointError(
+            f"{name} computes values that are not finite: look for the tensor with "
+            f"`nvfp4 inspect {name} --strict`."
+        )
 
 
 def _measured(scores: Scores) -> dict[str, Any]:

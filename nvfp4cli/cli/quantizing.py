@@ -2,7 +2,8 @@
 
 import shlex
 import time
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ from nvfp4cli.checkpoint import hub, remote
 from nvfp4cli.checkpoint.reader import Checkpoint, open_checkpoint
 from nvfp4cli.cli import console
 from nvfp4cli.cli.device import pick
+from nvfp4cli.errors import RecipeError
+from nvfp4cli.layouts import LAYOUTS
 from nvfp4cli.plan.convert import plan_convert
 from nvfp4cli.plan.quantize import plan_quantize
 from nvfp4cli.plan.record import Plan
@@ -45,23 +48,67 @@ class Manner:
     as_json: bool = False
 
 
-def quantize(source: Source, out: Path, recipe: Recipe, *, strict: bool, manner: Manner) -> None:
-    """Plan, then run or show the plan."""
+def quantize(
+    source: Source,
+    out: Path,
+    recipe: Recipe,
+    *,
+    given: Collection[str],
+    strict: bool,
+    manner: Manner,
+) -> None:
+    """Plan, then run or show the plan. given: the keys of the recipe that were options."""
+    idle = _idle(recipe, given, manner)
+    if strict and idle:
+        raise RecipeError(idle[0])
     pick(manner.device)  # a device that is not there is said before anything is read
     checkpoint = source.open(headers_only=manner.dry_run)
     plan = plan_quantize(
         checkpoint, recipe, model=source.model, arch_spec=source.arch_spec, strict=strict
     )
-    _show_or_run(plan, out, manner)
+    _show_or_run(_warned(plan, idle), out, manner)
 
 
 def convert(
     checkpoint: Path, out: Path, layout: str, max_shard_size: str | None, manner: Manner
 ) -> None:
     """Plan, then run or show the plan."""
-    Recipe(layout=layout)  # refuses an unknown layout in the recipe's own words
     plan = plan_convert(open_checkpoint(checkpoint), layout, max_shard_size)
-    _show_or_run(plan, out, manner)
+    given = () if max_shard_size is None else ("max_shard_size",)
+    _show_or_run(_warned(plan, _idle(Recipe(layout=layout), given, manner)), out, manner)
+
+
+def _idle(recipe: Recipe, given: Collection[str], manner: Manner) -> list[str]:
+    """Sentences for options that do nothing beside the others.
+
+    given: the keys that were options. The values of a recipe file are no such choice: a file may
+    state them all, as the record of every run does. Patterns are the plan's to judge.
+    """
+    found = []
+    if recipe.scheme == "none" and "layout" in given:
+        found.append("--layout does nothing with --scheme none: leave it out.")
+    if recipe.rotate == "none":
+        found += [
+            f"--{key.replace('_', '-')} does nothing without a rotation: leave it out, or add "
+            "--rotate."
+            for key in ("rotation_kind", "seed")
+            if key in given
+        ]
+    single = recipe.scheme != "none" and LAYOUTS[recipe.layout].SINGLE_FILE
+    if single and "max_shard_size" in given:
+        found.append(
+            f"--max-shard-size does nothing in the {recipe.layout} layout, which is one file: "
+            "leave it out."
+        )
+    if manner.resume and manner.dry_run:
+        found.append("--resume does nothing with --dry-run: leave out one of them.")
+    return found
+
+
+def _warned(plan: Plan, messages: list[str]) -> Plan:
+    """The plan with further warnings before its own."""
+    warnings = (*messages, *plan.facts.warnings)
+    return replace(plan, facts=replace(plan.facts, warnings=warnings))
 
 
 def _show_or_run(plan: Plan, out: Path, manner: Manner) -> None:
@@ -133,6 +180,8 @@ def _next_step(plan: Plan, out: Path) -> str:
 
 def _show_plan(plan: Plan, as_json: bool) -> None:
     """Every tensor's decision and the needs of the run."""
+    for message in plan.facts.warnings:
+        console.warn(message)
     rows = [
         {
             "name": member.name,
@@ -154,8 +203,6 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
     if as_json:
         console.print_json({**needs, "tensors": rows, "warnings": list(plan.facts.warnings)})
         return
-    for message in plan.facts.warnings:
-        console.warn(message)
     console.table(
         "Decisions",
         ("tensor", "shape", "dtype", "action", "reason", "edits", "bytes"),

@@ -20,6 +20,7 @@ from nvfp4cli.describe.record import Violation, Weight
 from nvfp4cli.describe.values import decode, same_bytes
 from nvfp4cli.errors import CheckpointError, UnsupportedError
 from nvfp4cli.layouts import open_weights
+from nvfp4cli.models.sizes import Sizes
 from nvfp4cli.models.spec import ArchSpec, Claim
 from nvfp4cli.rotate import fold
 from nvfp4cli.rotate.fold import Rotations
@@ -157,7 +158,9 @@ class _Original:
                 f"The checkpoint is rotated and there is no spec of {config.get('model_type')!r} "
                 "to rotate the source with: leave out --against."
             )
-        rotations = Rotations.of(record.names, record.kind, record.seed, config)
+        rotations = Rotations.of(
+            record.names, record.kind, record.seed, Sizes(config, spec.defaults).completed()
+        )
         claims = spec.claim(source.tensors, config)
         for head in tied:
             module = head.removesuffix(".weight")

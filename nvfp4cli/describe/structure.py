@@ -135,5 +135,5 @@ def _json(text: str, file: str) -> object:
         return json.loads(text)
     except ValueError:
         raise CheckpointError(
-            f"The __metadata__ in the header of {file} is damaged: download it again."
+            f"The __metadata__ in the header of {file} is damaged: restore the file."
         ) from None

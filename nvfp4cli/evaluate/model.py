@@ -67,6 +67,11 @@ def load(folder: Path, *, dtype: torch.dtype, device: str) -> PreTrainedModel:
     return model.requires_grad_(False)
 
 
+def configuration(folder: Path) -> PreTrainedConfig:
+    """The configuration of the model that `load` makes. Raises what `load` raises for it."""
+    return _architecture(folder, open_checkpoint(folder).config)[0]
+
+
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     """The tokenizer of a checkpoint. Raises CheckpointError if it has none that works."""
     try:

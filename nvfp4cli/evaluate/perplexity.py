@@ -7,7 +7,7 @@ from statistics import NormalDist
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from nvfp4cli.errors import CheckpointError, RecipeError
 
@@ -117,13 +117,13 @@ def evaluate(  # noqa: PLR0913 - the models, the tokens and the four facts that 
     Log-probabilities are computed in fp32 and summed in float64. A baseline runs on
     the same windows and must have the same vocabulary.
 
-    Raises RecipeError if there are no targets, if `context`, `stride` or `batch_size` makes no
-    sense or `context` is longer than the model's, and CheckpointError for a vocabulary that
-    differs from the baseline's.
+    Raises what `check_windows` raises, and CheckpointError for a vocabulary that differs from the
+    baseline's.
     """
-    targets = len(tokens) - (bos is None)
-    _check(model, targets, context, stride, batch_size)
-    total = _window_count(targets, context, stride)
+    check_windows(
+        model.config, tokens, context=context, stride=stride, batch_size=batch_size, bos=bos
+    )
+    total = _window_count(len(tokens) - (bos is None), context, stride)
     sums = []
     for batch in _batches(tokens, context, stride, batch_size, bos):
         logits = _logits(model, batch.inputs)
@@ -154,16 +154,35 @@ class _Sums:
         )
 
 
-def context_limit(model: PreTrainedModel) -> float:
+def context_limit(config: PreTrainedConfig) -> float:
     """Most tokens the model takes at once; infinite where its configuration does not say."""
-    return getattr(model.config.get_text_config(), "max_position_embeddings", None) or math.inf
+    return getattr(config.get_text_config(), "max_position_embeddings", None) or math.inf
 
 
-def _check(
-    model: PreTrainedModel, targets: int, context: int, stride: int, batch_size: int
+def check_windows(
+    config: PreTrainedConfig,
+    tokens: Tensor,
+    *,
+    context: int,
+    stride: int,
+    batch_size: int,
+    bos: int | None,
 ) -> None:
-    if targets < 1:
+    """Refuse what `evaluate` cannot score, from the configuration alone.
+
+    Raises RecipeError if there are no targets, if `context`, `stride` or `batch_size` makes no
+    sense or `context` is longer than the model's, and CheckpointError for tokens that the model's
+    vocabulary lacks.
+    """
+    if len(tokens) - (bos is None) < 1:
         raise RecipeError("The text has no token to score: name a longer one with --text.")
+    vocabulary = getattr(config.get_text_config(), "vocab_size", math.inf)
+    highest = max(int(tokens.max()), bos or 0)
+    if highest >= vocabulary:
+        raise CheckpointError(
+            f"The tokenizer gives the token {highest}, and the model's vocabulary has {vocabulary} "
+            "entries: copy the tokenizer files of the source model into the checkpoint."
+        )
     if not 1 <= stride <= context:
         raise RecipeError(
             f"A stride of {stride} in a context of {context} tokens would "
@@ -172,7 +191,7 @@ def _check(
         )
     if batch_size < 1:
         raise RecipeError(f"A batch of {batch_size} windows is empty: choose at least 1.")
-    limit = context_limit(model)
+    limit = context_limit(config)
     if context > limit:
         raise RecipeError(
             f"A context of {context} tokens is longer than the model's {limit}: choose a "

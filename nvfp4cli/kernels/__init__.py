@@ -2,9 +2,19 @@
 
 from torch import Tensor
 
-from nvfp4cli.formats.nvfp4 import GlobalScale, Quantized, amax
+from nvfp4cli.formats import nvfp4
+from nvfp4cli.formats.nvfp4 import GlobalScale, Quantized
 
 __all__ = ["amax", "quantize"]
+
+
+def amax(weight: Tensor) -> float:
+    """Largest magnitude of a matrix [N, K], where it lies; the value of `formats.nvfp4.amax`."""
+    if weight.is_cuda:
+        return nvfp4.amax(weight)
+    from nvfp4cli.kernels.quantize_cpu import amax_cpu
+
+    return amax_cpu(weight)
 
 
 def quantize(weight: Tensor, scale: GlobalScale) -> Quantized:

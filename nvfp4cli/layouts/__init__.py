@@ -7,11 +7,13 @@ import math
 from dataclasses import dataclass
 from functools import cached_property
 
+import torch
 from torch import Tensor
 
 from nvfp4cli.checkpoint.reader import Checkpoint, TensorInfo
 from nvfp4cli.checkpoint.writer import Output
-from nvfp4cli.errors import CheckpointError
+from nvfp4cli.errors import CheckpointError, WeightError
+from nvfp4cli.formats import e4m3
 from nvfp4cli.formats.nvfp4 import dequantize
 from nvfp4cli.layouts import comfy, compressed_tensors, modelopt, torchao
 from nvfp4cli.layouts.record import Layout, Shape, Stored
@@ -87,18 +89,50 @@ class StoredWeights:
     def stored(self, module: str, activations: bool = False) -> Stored:
         """The canonical record of a quantised module, on request with its input scale.
 
-        Raises CheckpointError where a part is missing, misshapen or no usable number.
+        Raises CheckpointError where a part is missing or misshapen, WeightError where a scale is
+        no usable number.
         """
         assert self.layout is not None
+        self.check_parts(module, activations)
         shape = self.quantized[module]
-        for part in self.layout.outputs(module, shape, activations):
-            self._check_part(part)
+        parts = self.layout.outputs(module, shape, activations)
+        for part in parts:
+            if part.dtype == torch.float32:
+                self._check_global_scale(module, part.name)
         try:
-            return self.layout.load(module, shape, self.checkpoint.read, activations)
+            stored = self.layout.load(module, shape, self.checkpoint.read, activations)
         except ValueError as error:
-            raise CheckpointError(
+            raise WeightError(
                 f"The weights of {module} cannot be read, {error}: quantise the source again."
             ) from None
+        for part in parts:
+            if part.dtype == torch.float8_e4m3fn:
+                self._check_block_scales(part.name, stored.weight.block_scale)
+        return stored
+
+    def check_parts(self, module: str, activations: bool) -> None:
+        """Raise CheckpointError where a part of a quantised module is missing or misshapen."""
+        assert self.layout is not None
+        for part in self.layout.outputs(module, self.quantized[module], activations):
+            self._check_part(part)
+
+    def _check_global_scale(self, module: str, name: str) -> None:
+        value, file = self.checkpoint.read(name).item(), self.checkpoint.tensors[name].file
+        if not 0 < value < math.inf:
+            raise WeightError(
+                f"The weights of {module} cannot be read, a global scale is {value} where it must "
+                f"be positive and finite ({name} in {file}): quantise the source again."
+            )
+
+    def _check_block_scales(self, name: str, block_scale: Tensor) -> None:
+        """block_scale: float8_e4m3fn [N, K/16]; bytes from NaN's up are NaN or negative."""
+        bad = int((block_scale.view(torch.uint8) >= e4m3.NAN_BYTE).sum())
+        if bad:
+            raise WeightError(
+                f"{name} in {self.checkpoint.tensors[name].file} holds {bad} block "
+                f"scale{'s' if bad > 1 else ''} that {'are' if bad > 1 else 'is'} NaN or negative: "
+                "quantise the source again."
+            )
 
     def _check_part(self, part: Output) -> None:
         """Raise unless a tensor of the name, dtype and shape that the layout asks for is stored.
@@ -118,7 +152,7 @@ class StoredWeights:
         if (info.dtype, fits) != (part.dtype, True) and not part.name.endswith(_MARKER_SUFFIX):
             raise CheckpointError(
                 f"{part.name} is {_form(info)} where the {self.layout.NAME} layout stores "
-                f"{_form(part)}: quantise the source again."
+                f"{_form(part)} (in {info.file}): quantise the source again."
             )
 
     def tensor(self, name: str) -> Tensor:

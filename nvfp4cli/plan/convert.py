@@ -3,28 +3,38 @@
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from nvfp4cli.checkpoint.files import RECORD
 from nvfp4cli.checkpoint.reader import Checkpoint
 from nvfp4cli.checkpoint.writer import Output
 from nvfp4cli.errors import CheckpointError, UnsupportedError
+from nvfp4cli.formats.nvfp4 import BLOCK
 from nvfp4cli.layouts import LAYOUTS, StoredWeights, open_weights
 from nvfp4cli.layouts.record import Layout
 from nvfp4cli.models import spec as specs
-from nvfp4cli.plan import advice
+from nvfp4cli.models.spec import ArchSpec
+from nvfp4cli.plan import advice, shapes
 from nvfp4cli.plan.assemble import assemble
 from nvfp4cli.plan.record import Facts, Job, Member, Plan
 from nvfp4cli.recipe import Recipe, load
 
 _HEAD = "lm_head"
+_WEIGHT = ".weight"
+# Endings of the tensors that a layout stores for a quantised weight.
+_PART_SUFFIXES = {
+    part.name
+    for layout in LAYOUTS.values()
+    for part in layout.outputs("", (BLOCK, BLOCK), layout.INPUT_SCALES)
+} - {_WEIGHT}
 
 
 def plan_convert(checkpoint: Checkpoint, layout_name: str, max_shard_size: str | None) -> Plan:
     """Decide how every tensor of an NVFP4 checkpoint is repacked.
 
     Raises UnsupportedError where the checkpoint holds no NVFP4 weights, or something that the
-    other layout cannot hold.
+    other layout cannot hold; CheckpointError where it is incomplete or contradicts its config.json.
     """
     weights = open_weights(checkpoint)
     layout = LAYOUTS[layout_name]
@@ -33,9 +43,13 @@ def plan_convert(checkpoint: Checkpoint, layout_name: str, max_shard_size: str |
             f"{checkpoint.folder} holds no NVFP4 weights: quantise it first with `nvfp4 quantize`."
         )
     _check_representable(weights, layout)
+    _check_parts(weights)
+    spec = _spec(checkpoint)
+    if spec is not None:
+        _check_model(weights, spec)
     origin = _origin(checkpoint.folder)
     recipe = origin["recipe"].merged(layout=layout_name, max_shard_size=max_shard_size)
-    jobs = [_job(name, weights, layout) for name in weights.names]
+    jobs = [_job(name, weights, layout, spec) for name in weights.names]
     # Reading goes through the source's files from front to back.
     jobs.sort(key=lambda job: (job.members[0].source.file, job.members[0].source.start))
     facts = Facts(
@@ -67,6 +81,43 @@ def _check_representable(weights: StoredWeights, layout: Layout) -> None:
         )
 
 
+def _check_parts(weights: StoredWeights) -> None:
+    """Raise CheckpointError for a weight that lacks a part, or is quantised in another way.
+
+    The first kind without its global scale, and the second, show as parts that no NVFP4 weight
+    owns; they would be copied as if they were weights of their own.
+    """
+    tensors = weights.checkpoint.tensors
+    for module in weights.quantized:
+        weights.check_parts(module, weights.activations)
+    for name in weights.plain:
+        suffix = next((s for s in _PART_SUFFIXES if name.endswith(s)), None)
+        if suffix is None and name.endswith(_WEIGHT) and tensors[name].dtype == torch.uint8:
+            suffix = _WEIGHT
+        if suffix is not None:
+            assert weights.layout is not None
+            parts = weights.layout.outputs(name.removesuffix(suffix), (BLOCK, BLOCK), False)
+            missing = [part.name for part in parts if part.name not in tensors]
+            raise CheckpointError(
+                f"{tensors[name].file} holds {name} without {missing[0]}, so that its weight is "
+                "incomplete or not in NVFP4: quantise the source again."
+            )
+
+
+def _check_model(weights: StoredWeights, spec: ArchSpec) -> None:
+    """Raise where a tensor of the model is missing or has another shape than config.json says.
+
+    Tensors that the architecture does not have are copied.
+    """
+    config = weights.checkpoint.config
+    sizes = shapes.sizes(spec, config)
+    spec.check_complete(weights.names, config)
+    claims, _ = spec.recognize(weights.names)
+    found = {name: tensor.shape for name, tensor in weights.checkpoint.tensors.items()}
+    found |= {module + _WEIGHT: shape for module, shape in weights.quantized.items()}
+    shapes.check(claims.values(), found, sizes)
+
+
 def _kept(weights: StoredWeights) -> list[str]:
     """Modules that an engine could take for linear ones to be quantised.
 
@@ -74,35 +125,47 @@ def _kept(weights: StoredWeights) -> list[str]:
     architecture the tool writes, and a tied head, which has no tensor of its own.
     """
     kept = [
-        name.removesuffix(".weight")
+        name.removesuffix(_WEIGHT)
         for name in weights.plain
-        if name.endswith(".weight")
+        if name.endswith(_WEIGHT)
         and len(weights.checkpoint.tensors[name].shape) == 2
         and "embed" not in name
     ]
-    return kept if f"{_HEAD}.weight" in weights.names else [*kept, _HEAD]
+    return kept if _HEAD + _WEIGHT in weights.names else [*kept, _HEAD]
 
 
-def _fused(module: str, checkpoint: Checkpoint) -> str | None:
-    """The engines' merged module; without a spec to say so, any module may become a part of one."""
+def _spec(checkpoint: Checkpoint) -> ArchSpec | None:
+    """The spec stored beside the checkpoint or the tool's own, if any."""
     model_type = checkpoint.config.get("model_type")
-    if path := specs.beside(checkpoint.folder, model_type):
-        return specs.load(str(model_type), path).fused_module(module)
-    return module
+    path = specs.beside(checkpoint.folder, model_type)
+    return specs.load(str(model_type), path) if path else None
 
 
-def _job(name: str, weights: StoredWeights, layout: Layout) -> Job:
-    module = name.removesuffix(".weight")
+def _always_finite(name: str, spec: ArchSpec | None) -> bool:
+    """True for a parameter that quantising would have refused with a NaN or Inf in it.
+
+    A linear weight in a source dtype may have been ignored because it is damaged.
+    """
+    claim = spec.recognize([name])[0].get(name) if spec else None
+    return claim is not None and (claim.part == "bias" or claim.spec.role in ("embed", "norm"))
+
+
+def _job(name: str, weights: StoredWeights, layout: Layout, spec: ArchSpec | None) -> Job:
+    module = name.removesuffix(_WEIGHT)
     tensors = weights.checkpoint.tensors
     shape = weights.quantized.get(module)
     if shape is None:
         info = tensors[name]
         output = Output(name, info.dtype, info.shape)
-        return Job("kept", (Member(name, info, info.shape, "copy", "kept", (), (output,)),))
+        member = Member(
+            name, info, info.shape, "copy", "kept", (), (output,), finite=_always_finite(name, spec)
+        )
+        return Job("kept", (member,))
     assert weights.layout is not None
     codes = weights.layout.outputs(module, shape, False)[0].name
     outputs = layout.outputs(module, shape, weights.activations)
-    fused = _fused(module, weights.checkpoint)
+    # Without a spec to say so, any module may become a part of a merged one.
+    fused = spec.fused_module(module) if spec else module
     member = Member(name, tensors[codes], shape, "repack", "NVFP4", (), outputs, fused)
     return Job("weights", (member,))
 

@@ -10,19 +10,22 @@ import torch
 
 from nvfp4cli.checkpoint.reader import Checkpoint
 from nvfp4cli.checkpoint.writer import Output
-from nvfp4cli.errors import CheckpointError, RecipeError, UnsupportedError
+from nvfp4cli.errors import RecipeError, UnsupportedError
 from nvfp4cli.formats.nvfp4 import BLOCK
 from nvfp4cli.layouts import LAYOUTS, open_weights
 from nvfp4cli.layouts.record import Layout
 from nvfp4cli.models import spec as specs
 from nvfp4cli.models.spec import ArchSpec, Claim
-from nvfp4cli.plan import advice
+from nvfp4cli.plan import advice, shapes
 from nvfp4cli.plan.assemble import assemble
-from nvfp4cli.plan.record import Facts, Job, Member, Plan
+from nvfp4cli.plan.record import Action, Facts, Job, Member, Plan
 from nvfp4cli.recipe import Recipe
 from nvfp4cli.rotate import fold
 from nvfp4cli.rotate.fold import Rotations
 
+# Why a module of a role is not quantised.
+_IGNORED = "--ignore"
+_NOT_LINEAR = {"embed": "embedding", "norm": "norm", "inner": "off the residual stream"}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -44,13 +47,16 @@ def plan_quantize(
     errors. Raises RecipeError, CheckpointError or UnsupportedError with one sentence.
     """
     config = checkpoint.config
-    _check_source(checkpoint)
-    arch_spec = arch_spec or specs.beside(checkpoint.folder, config["model_type"])
-    spec = specs.load(config["model_type"], arch_spec)
-    rotations = Rotations.of(recipe.rotate, recipe.rotation_kind, recipe.seed, config)
+    _check_unquantized(checkpoint)
+    arch_spec = arch_spec or specs.beside(checkpoint.folder, config.get("model_type"))
+    spec = specs.load(shapes.model_type(config, described=arch_spec is not None), arch_spec)
+    sizes = shapes.sizes(spec, config)
+    claims = _ordered(spec.claim(checkpoint.tensors, config), spec)
+    shapes.check(claims.values(), {n: t.shape for n, t in checkpoint.tensors.items()}, sizes)
+    kind = recipe.rotation_kind
+    rotations = Rotations.of(recipe.rotate, kind, recipe.seed, sizes.completed())
     layout = LAYOUTS[recipe.layout] if recipe.scheme == "w4a16" else None
     context = _Context(checkpoint, recipe, spec, rotations, layout)
-    claims = spec.claim(checkpoint.tensors, config)
     claims = _ordered(_heads(claims, context), spec)
     chosen, notes = _choose(claims, context)
     members = [_member(name, claim, chosen.get(name), context) for name, claim in claims.items()]
@@ -82,8 +88,8 @@ def plan_quantize(
     return assemble(open_weights(checkpoint), recipe, layout, jobs, facts)
 
 
-def _check_source(checkpoint: Checkpoint) -> None:
-    """Refuse what is already quantised, and a config.json without the sizes of a decoder."""
+def _check_unquantized(checkpoint: Checkpoint) -> None:
+    """Raise UnsupportedError for a source that is quantised already."""
     quantization = checkpoint.config.get("quantization_config")
     found = open_weights(checkpoint).layout  # ComfyUI's is not in config.json
     if quantization or found:
@@ -93,13 +99,6 @@ def _check_source(checkpoint: Checkpoint) -> None:
             f"The checkpoint is already quantised ({method or 'unknown method'}): start from the "
             "unquantised model, or use `nvfp4 convert` to change the layout of an NVFP4 one."
         )
-    for key in ("model_type", "hidden_size", "num_attention_heads", "num_hidden_layers"):
-        value = checkpoint.config.get(key)
-        if not value or not isinstance(value, str if key == "model_type" else int):
-            raise CheckpointError(
-                f"{checkpoint.folder / 'config.json'} gives {value!r} as {key}: name the "
-                "checkpoint of a decoder-only language model."
-            )
 
 
 def _heads(claims: dict[str, Claim | None], context: _Context) -> dict[str, Claim | None]:
@@ -198,7 +197,8 @@ def _split_groups(linears: dict[str, Claim], chosen: dict[str, str]) -> list[str
     if not split:
         return []
     parts = ", ".join(name.rpartition(".")[2] for name in groups[split[0]])
-    more = f" and of {len(split) - 1} more such layers" if len(split) > 1 else ""
+    others = len(split) - 1
+    more = f" and of {others} more such layer{'s' if others > 1 else ''}" if others else ""
     return [
         f"The patterns quantise only a part of {split[0]}{more}, which engines refuse: ignore all "
         f"of {parts} or none of them."
@@ -209,12 +209,7 @@ def _matching(pattern: str, modules: Iterable[str]) -> list[str]:
     """Modules that a pattern names: a shell pattern, or a regular expression behind `re:`."""
     matches: Callable[[str], object] = lambda module: fnmatch.fnmatchcase(module, pattern)  # noqa: E731
     if pattern.startswith("re:"):
-        try:
-            matches = re.compile(pattern[3:]).match
-        except re.error as error:
-            raise RecipeError(
-                f"{pattern!r} is no regular expression ({error}): mend it, or use * for any text."
-            ) from None
+        matches = re.compile(pattern[3:]).match
     return [module for module in modules if matches(module)]
 
 
@@ -245,8 +240,6 @@ def _source(claim: Claim, context: _Context) -> str:
 def _member(name: str, claim: Claim | None, chosen: str | None, context: _Context) -> Member:
     checkpoint, recipe = context.checkpoint, context.recipe
     info = checkpoint.tensors[_source(claim, context) if claim else name]
-    if claim:
-        fold.check_residual(claim, checkpoint.config["hidden_size"], info.shape)
     edits = fold.edits(claim, context.spec, context.rotations, info.shape) if claim else ()
     if claim and info.dtype not in _FLOATS:
         raise UnsupportedError(
@@ -263,7 +256,10 @@ def _member(name: str, claim: Claim | None, chosen: str | None, context: _Contex
     output = Output(name, dtype, info.shape)
     changed = bool(edits) or dtype != info.dtype
     reason = _why_kept(claim, recipe)
-    return Member(name, info, info.shape, "edit" if changed else "copy", reason, edits, (output,))
+    action: Action = "edit" if changed else "copy"
+    # A linear weight that is ignored may be damaged: that is the user's way around it.
+    finite = claim is not None and reason != _IGNORED
+    return Member(name, info, info.shape, action, reason, edits, (output,), finite=finite)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -277,13 +273,13 @@ def _why_kept(claim: Claim | None, recipe: Recipe) -> str:
         return "kept by the architecture's spec"
     if claim.part == "bias":
         return "bias"
-    if claim.spec.role in ("embed", "norm"):
-        return "embedding" if claim.spec.role == "embed" else "norm"
+    if claim.spec.role in _NOT_LINEAR:
+        return _NOT_LINEAR[claim.spec.role]
     if recipe.scheme == "none":
         return "scheme none"
     if not claim.spec.quantize:
         return "output head"
-    return "--ignore"
+    return _IGNORED
 
 
 def _ordered(claims: dict[str, Claim | None], spec: ArchSpec) -> dict[str, Claim | None]:

@@ -25,7 +25,8 @@ class Member:
     name: the source model's name of the tensor. source: where it is read from, which is another
     tensor for a head that R1 unties. reason: of the decision, for people. edits: in order.
     outputs: what is written, all in one file. fused: the engines' merged module that a quantised
-    weight becomes a part of.
+    weight becomes a part of. finite: a NaN or Inf in it stops the run, also where its bytes are
+    only copied.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Member:
     edits: tuple[Edit, ...]
     outputs: tuple[Output, ...]
     fused: str | None = None
+    finite: bool = False
 
     @property
     def module(self) -> str:
@@ -70,6 +72,11 @@ class Job:
     def source_bytes(self) -> int:
         """Bytes read."""
         return sum(member.source.nbytes for member in self.members)
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of results that wait in memory to be written."""
+        return sum(member.output_bytes for member in self.members if not member.streamed)
 
 
 @dataclass(frozen=True)
@@ -128,13 +135,21 @@ class Plan:
         """Largest memory use above the interpreter's own, estimated.
 
         While one job is worked on, its sources, their fp32 forms and its outputs are in memory,
-        the next job's sources, and the outputs of the last two, which are being written.
+        the next job's sources, and outputs that are being written.
         """
         jobs = [[m for m in job.members if not m.streamed] for job in self.jobs]
         read = [sum(m.source.nbytes for m in members) for members in jobs]
-        outputs = [sum(m.output_bytes for m in members) for members in jobs]
         worked = max(map(_work_bytes, jobs), default=0)
-        return worked + max(read, default=0) + 2 * max(outputs, default=0) + SCRATCH_BYTES
+        return worked + max(read, default=0) + self.queue_bytes + SCRATCH_BYTES
+
+    @property
+    def queue_bytes(self) -> int:
+        """Most bytes of results that may wait to be written, those being written included.
+
+        Two jobs, so that computing never waits for one; and for small jobs what the encoder
+        makes while a large tensor passes through.
+        """
+        return max(2 * max((job.held_bytes for job in self.jobs), default=0), MIN_QUEUE_BYTES)
 
     def totals(self) -> dict[str, Any]:
         """Parameters, quantised parameters, bits per parameter and bytes of the output."""
@@ -160,6 +175,9 @@ def _work_bytes(members: list[Member]) -> int:
 # The encoder's tiles in each thread, pieces and tiles of streamed tensors, and what the allocator
 # keeps of freed blocks.
 SCRATCH_BYTES = 160 << 20
+
+
+MIN_QUEUE_BYTES = 32 << 20
 
 
 def _numel(shape: tuple[int, ...]) -> int:

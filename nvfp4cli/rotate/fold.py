@@ -229,19 +229,6 @@ def edits(
     return tuple(found)
 
 
-def check_residual(claim: Claim, hidden_size: int, shape: tuple[int, ...]) -> None:
-    """Raise UnsupportedError where the axis of the residual stream has another size."""
-    is_bias = claim.part == "bias"
-    if claim.spec.role == "reader" and is_bias:
-        return
-    axis = 0 if claim.spec.role == "writer" and not is_bias else -1
-    if shape[axis] != hidden_size:
-        raise UnsupportedError(
-            f"hidden_size is {hidden_size} in config.json, and {claim.tensor} has shape "
-            f"{list(shape)}: correct config.json."
-        )
-
-
 def _check_heads(claim: Claim, rotations: Rotations, shape: tuple[int, ...]) -> None:
     assert rotations.head_dim is not None and rotations.kv_heads is not None
     width = rotations.head_dim * rotations.kv_heads

@@ -193,7 +193,9 @@ def test_each_revision_has_its_own_content(
 
 
 def test_offline_without_a_cache(offline: Client) -> None:
-    with pytest.raises(CheckpointError, match=r"org/never at revision v1 is not.* unset it"):
+    with pytest.raises(
+        CheckpointError, match=r"org/never at revision v1 is no folder, .* unset it"
+    ):
         offline.resolve("org/never", "v1")
     with pytest.raises(CheckpointError, match="HF_HUB_OFFLINE is set: unset it"):
         offline.remote_headers("org/never")
@@ -274,7 +276,7 @@ def test_server_that_is_down(tmp_path: Path) -> None:
         url = gone.url
     with start_client(url, tmp_path) as client:
         for call in (client.resolve, client.remote_headers):
-            with pytest.raises(CheckpointError, match=r"cannot be reached \(.*refused\): check"):
+            with pytest.raises(CheckpointError, match=r"no folder.* reached \(.*refused\): check"):
                 call("org/name")
 
 
@@ -369,3 +371,15 @@ def test_wanted(name: str) -> None:
 )
 def test_not_wanted(name: str) -> None:
     assert not hub.is_wanted(name)
+
+
+@pytest.mark.parametrize("model", ["", " "])
+def test_an_empty_name_is_not_the_working_folder(model: str) -> None:
+    with pytest.raises(CheckpointError, match=r"name is empty: give a folder, or a hub id"):
+        hub.resolve(model)
+
+
+@pytest.mark.parametrize("model", ["x" * 300, "~no-such-user/model"])
+def test_a_name_that_can_be_no_path(model: str) -> None:
+    with pytest.raises(CheckpointError, match=r" is no path \(.*\): check it\.$"):
+        hub.resolve(model)

@@ -75,7 +75,7 @@ def test_parents_are_made(out: Path, source: Path, monkeypatch: pytest.MonkeyPat
     assert tree(out) == {"a": None, "a/b": None}
     monkeypatch.chdir(out)
     with claim(Path("relative"), source) as folder:
-        folder.discard()
+        folder.discard(())
     assert tree(out) == {"a": None, "a/b": None}
 
 
@@ -147,7 +147,7 @@ def test_the_source_and_what_is_inside_or_around_it(tmp_path: Path, source: Path
     refused(claim(source, tmp_path / "link"), "is the source folder")
     assert tree(tmp_path) == before
     with claim(tmp_path / "source2", source) as folder:
-        folder.discard()
+        folder.discard(())
     assert tree(tmp_path) == before
 
 
@@ -284,12 +284,15 @@ def test_resume_begins_where_there_is_nothing(out: Path, source: Path) -> None:
         folder.finish()
 
 
+FILES = ("model.safetensors", "part/of/tokenizer.json", "link", "never_written.json")
+
+
 def fill(out: Path, elsewhere: Path) -> None:
-    (out / "part").mkdir()
-    (out / "part" / "tokenizer.json").write_bytes(b"{}")
+    """The files of a run, one of them partial, and one that is a link."""
+    (out / "part/of").mkdir(parents=True)
+    (out / "part/of/tokenizer.json").write_bytes(b"{}")
     (out / "model.safetensors.partial").write_bytes(b"half")
-    (out / "folder").symlink_to(elsewhere)
-    (out / "file").symlink_to(elsewhere / "kept")
+    (out / "link").symlink_to(elsewhere / "kept")
 
 
 @pytest.mark.parametrize("below", ["", "a/b"])
@@ -300,29 +303,34 @@ def test_discard_removes_what_the_run_made(
     before = tree(tmp_path)
     with claim(out / below, source) as folder:
         fill(out / below, source)
-        folder.discard()
+        folder.discard(FILES)
     assert tree(tmp_path) == before
 
 
-def test_discard_leaves_folders_that_were_there(tmp_path: Path, out: Path, source: Path) -> None:
+def test_discard_leaves_what_was_not_written_by_the_run(
+    tmp_path: Path, out: Path, source: Path
+) -> None:
     out.mkdir()
     with claim(out, source) as folder:
         fill(out, source)
-        folder.discard()
+        folder.discard(FILES)
     assert tree(tmp_path) == {"source": None, "out": None}
 
     with claim(out / "deeper" / "still", source) as folder:
-        (out / "deeper" / "mine").write_bytes(b"")  # put there while it ran
-        folder.discard()
-    assert tree(out) == {"deeper": None, "deeper/mine": b""}
+        fill(out / "deeper" / "still", source)
+        (out / "deeper" / "still" / "part" / "mine").write_bytes(b"")  # put there while it ran
+        folder.discard(FILES)
+    folders = ["deeper", "deeper/still", "deeper/still/part"]
+    assert tree(out) == {**dict.fromkeys(folders), "deeper/still/part/mine": b""}
 
 
 def test_discard_of_a_resumed_run_removes_what_the_first_made(
     tmp_path: Path, out: Path, source: Path
 ) -> None:
     interrupt(out / "deep", source)
+    before = tree(out / "deep")
     with claim(out / "deep", source, resume=True) as folder:
-        folder.discard()
+        folder.discard(before)
     assert tree(tmp_path) == {"source": None}
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from nvfp4cli.checkpoint.files import INDEX, SINGLE
+from nvfp4cli.checkpoint.files import INDEX, RECORD, SINGLE
 from nvfp4cli.checkpoint.reader import DTYPES, Checkpoint, open_checkpoint, read_json, sidecars
 from nvfp4cli.errors import CheckpointError
 
@@ -389,3 +389,11 @@ def test_sidecars_follow_links_to_files(tmp_path: Path) -> None:
 def test_a_hidden_parent_folder_hides_nothing(tmp_path: Path) -> None:
     folder = folder_with(tmp_path / ".cache" / "model", {"tokenizer.json": b"{}"})
     assert list(sidecars(folder)) == ["tokenizer.json"]
+
+
+@pytest.mark.parametrize("content", [b"", file_of(b"{"), file_of([]), vector("a") + b"x"])
+def test_what_this_tool_wrote_is_written_again(content: bytes, tmp_path: Path) -> None:
+    folder = single(tmp_path, content)
+    refused(folder, ": download it again")
+    (folder / RECORD).write_text("nvfp4_version: 1\n")
+    refused(folder, r": write the checkpoint again with `nvfp4 quantize`\.$")

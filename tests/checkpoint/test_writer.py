@@ -293,6 +293,12 @@ def test_small_files_are_whole_or_not_there(
     assert target.read_bytes() == b"\xc3\xa9\n"
 
 
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs Linux's /proc")
+def test_a_file_system_that_stores_no_files() -> None:
+    with pytest.raises(CheckpointError, match=r"^/proc is on a file system that stores no files: "):
+        writer.check_disk(Path("/proc/nowhere/out"), 1)
+
+
 def test_too_little_disk(tmp_path: Path) -> None:
     writer.check_disk(tmp_path / "not" / "yet" / "made", 1000)
     writer.check_disk(Path("relative"), 1000)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from nvfp4cli.checkpoint.reader import open_checkpoint
@@ -115,9 +116,9 @@ def test_dry_run_writes_nothing(quantized, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def refused(capsys: pytest.CaptureFixture[str], *argv: object) -> str:
+def refused(capsys: pytest.CaptureFixture[str], *argv: object, code: int = 1) -> str:
     capsys.readouterr()
-    assert run("convert", *argv) == 1
+    assert run("convert", *argv) == code
     stdout, stderr = capsys.readouterr()
     assert stdout == ""
     *talk, error = stderr.splitlines()
@@ -135,7 +136,7 @@ def test_an_unquantised_checkpoint_is_refused(tiny_model, tmp_path, capsys):
 
 
 def test_an_unknown_layout_is_refused(quantized, tmp_path, capsys):
-    message = refused(capsys, quantized("modelopt"), tmp_path / "out", "--layout", "gguf")
+    message = refused(capsys, quantized("modelopt"), tmp_path / "out", "--layout", "gguf", code=2)
     assert "'gguf'" in message
 
 
@@ -211,3 +212,106 @@ def test_a_missing_input_scale_is_named(w4a4, tmp_path, capsys):
     save_file(tensors, w4a4 / "model.safetensors", metadata={"format": "pt"})
     message = refused(capsys, w4a4, tmp_path / "out", "--layout", "modelopt")
     assert "model.layers.1.mlp.up_proj" in message
+
+
+# What is wrong with the source
+
+
+UP = "model.layers.1.mlp.up_proj"
+GLOBALS = {
+    "torchao": "._weight_per_tensor_scale",
+    "compressed-tensors": ".weight_global_scale",
+    "modelopt": ".weight_scale_2",
+    "comfy": ".weight_scale_2",
+}
+BLOCKS = {"torchao": "._weight_scale"}  # elsewhere .weight_scale
+
+
+def damaged(folder: Path, changes: dict[str, torch.Tensor | None]) -> Path:
+    """The checkpoint with tensors replaced, or removed (None), in place."""
+    file = folder / "model.safetensors"
+    with safe_open(file, "pt") as opened:
+        metadata = opened.metadata()
+    found = load_file(file) | changes
+    save_file({n: t for n, t in found.items() if t is not None}, file, metadata=metadata)
+    return folder
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("byte", [0x7F, 0xFF, 0x81])
+def test_block_scales_that_are_no_numbers_are_refused(layout, byte, quantized, tmp_path, capsys):
+    start, name = quantized(layout), UP + BLOCKS.get(layout, ".weight_scale")
+    scale = load_file(start / "model.safetensors")[name]
+    scale.view(torch.uint8)[0, 0] = byte
+    other = "modelopt" if layout != "modelopt" else "comfy"
+    message = refused(capsys, damaged(start, {name: scale}), tmp_path / "out", "--layout", other)
+    assert f"{name} in model.safetensors holds 1 block scale that is NaN or negative: " in message
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 0.0, -1.0])
+def test_global_scales_that_are_no_numbers_are_refused(layout, value, quantized, tmp_path, capsys):
+    start, name = quantized(layout), UP + GLOBALS[layout]
+    scale = torch.full_like(load_file(start / "model.safetensors")[name], value)
+    message = refused(capsys, damaged(start, {name: scale}), tmp_path / "o", "--layout", "modelopt")
+    assert f"({name} in model.safetensors): quantise the source again." in message
+    assert not (tmp_path / "o").exists()
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_part_that_is_missing_is_named_before_anything_is_written(
+    layout, quantized, tmp_path, capsys
+):
+    start = quantized(layout)
+    complete = load_file(start / "model.safetensors")
+    parts = [name for name in complete if name.startswith(f"{UP}.")]
+    assert len(parts) == (4 if layout == "comfy" else 3)
+    for part in parts:
+        argv = (damaged(start, {part: None}), tmp_path / "out", "--layout", "torchao", "--dry-run")
+        message = refused(capsys, *argv)
+        assert UP in message
+        assert part in message or "tensors of" in message
+        damaged(start, {part: complete[part]})
+    assert run("convert", start, tmp_path / "out", "--layout", "torchao") == 0
+
+
+def test_weights_in_another_format_are_not_copied(quantized, tmp_path, capsys):
+    """Their scales would be lost: the new configuration speaks of NVFP4 only."""
+    fp8 = {f"{UP}.weight": torch.zeros(128, 64).to(torch.float8_e4m3fn),
+           f"{UP}.weight_scale": torch.ones(()), f"{UP}.weight_scale_2": None}  # fmt: skip
+    start = damaged(quantized("modelopt"), fp8)
+    message = refused(capsys, start, tmp_path / "out", "--layout", "torchao")
+    assert f"model.safetensors holds {UP}.weight_scale without {UP}.weight_scale_2" in message
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_missing_layer_is_refused(layout, quantized, tmp_path, capsys):
+    start = quantized(layout)
+    names = load_file(start / "model.safetensors")
+    layer = {name: None for name in names if name.startswith("model.layers.1.")}
+    message = refused(capsys, damaged(start, layer), tmp_path / "out", "--layout", "modelopt")
+    assert "lacks model.layers.1." in message
+    assert "and num_hidden_layers is 2 in config.json: complete" in message
+
+
+def test_shapes_that_contradict_config_json_are_refused(quantized, tmp_path, capsys):
+    start = quantized("modelopt")
+    config = json.loads((start / "config.json").read_text())
+    (start / "config.json").write_text(json.dumps({**config, "intermediate_size": 64}))
+    message = refused(capsys, start, tmp_path / "out", "--layout", "torchao")
+    assert "intermediate_size is 64 in config.json, and model.layers.0.mlp." in message
+
+
+def test_tensors_that_the_architecture_lacks_are_copied(quantized, tmp_path):
+    start = damaged(quantized("modelopt"), {"extra.table": torch.ones(2, 3)})
+    assert run("convert", start, tmp_path / "out", "--layout", "torchao") == 0
+    assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["extra.table"],
+                       torch.ones(2, 3))  # fmt: skip
+
+
+def test_a_model_that_no_spec_describes_is_converted(quantized, tmp_path):
+    start = quantized("modelopt")
+    config = json.loads((start / "config.json").read_text())
+    (start / "config.json").write_text(json.dumps({**config, "model_type": "nova"}))
+    assert run("convert", start, tmp_path / "out", "--layout", "torchao") == 0

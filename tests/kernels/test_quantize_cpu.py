@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from nvfp4cli.formats import e4m3
 from nvfp4cli.formats.nvfp4 import GlobalScale, dequantize
 from nvfp4cli.kernels import amax, quantize, quantize_cpu
 
@@ -15,7 +16,7 @@ def two_threads(monkeypatch):
     """Tiles of a few rows on two worker threads."""
     before = torch.get_num_threads()
     monkeypatch.setattr(quantize_cpu, "TILE", 1000)
-    torch.set_num_threads(2)
+    torch.set_num_threads(3)  # one is left to reading and writing
     yield
     torch.set_num_threads(before)
 
@@ -78,7 +79,7 @@ def test_threads_outside_the_pool_keep_their_setting(two_threads):
     newborn = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
     newborn.start()
     newborn.join()
-    assert seen == [2, 2]
+    assert seen == [3, 3]
 
 
 def test_an_error_in_a_worker_reaches_the_caller(two_threads, monkeypatch):
@@ -90,9 +91,29 @@ def test_an_error_in_a_worker_reaches_the_caller(two_threads, monkeypatch):
         quantize(torch.ones(100, 64), GlobalScale.from_amax(1.0))
 
 
+def test_one_worker_is_the_calling_thread_which_keeps_its_setting(matrix, assert_reference):
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        assert_reference(quantize(*matrix), matrix)
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_block_scales_are_rounded_as_the_reference_does():
+    """Every step of 2^-10 of an octave in E4M3's range and beyond, and the neighbours of ties."""
+    bits = torch.arange(0x30000000, 0x44800000, 1 << 13, dtype=torch.int32)
+    ratio = torch.cat([bits - 1, bits, bits + 1]).view(torch.float32)
+    out = torch.empty(len(ratio), dtype=torch.uint8)
+    quantize_cpu._round_scales(ratio * 6, torch.tensor(1.0), out)
+    expected = e4m3.round_to_bytes(ratio * 6 / 6)
+    assert torch.equal(out, expected.clamp(min=1))
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
-def test_amax_shows_a_value_that_is_not_finite(dtype, bad):
+def test_amax_shows_a_value_that_is_not_finite(dtype, bad, two_threads):
     weight = torch.randn(64, 512).to(dtype)
     assert amax(weight) == weight.abs().max().item()
     weight[40, 311] = bad

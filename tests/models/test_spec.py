@@ -42,7 +42,8 @@ def test_every_tensor_is_claimed_once(model_type, tie, tiny_model):
             assert f"{claim.module}.{claim.part}" == name
             assert claim.layer == next(map(int, re.findall(r"layers\.(\d+)\.", name)), None)
     kinds = {claim.spec.role for claim in claims.values() if claim}
-    assert kinds == {"embed", "norm", "reader", "writer"}
+    assert kinds - {"inner"} == {"embed", "norm", "reader", "writer"}
+    assert ("inner" in kinds) == (model_type == "qwen3")
 
 
 @pytest.mark.parametrize("model_type", specs.known())
@@ -82,13 +83,13 @@ def test_complete_checkpoint():
 @pytest.mark.parametrize("missing", ["model.norm.weight", "model.layers.1.mlp.up_proj.weight"])
 def test_missing_tensor(missing):
     names = [name for name in names_of(2) if name != missing]
-    with pytest.raises(UnsupportedError, match=f"lacks {re.escape(missing)}, .*again\\.$"):
+    with pytest.raises(UnsupportedError, match=f"lacks {re.escape(missing)}, .*complete the"):
         specs.load("llama").claim(names, LLAMA)
 
 
 def test_only_an_untied_model_needs_a_head():
     names = [name for name in names_of(2) if name != "lm_head.weight"]
-    with pytest.raises(UnsupportedError, match=r"lacks lm_head\.weight"):
+    with pytest.raises(UnsupportedError, match=r"lacks lm_head\.weight, .*tie_word_embeddings"):
         specs.load("llama").claim(names, LLAMA)
     claims = specs.load("llama").claim(names, {**LLAMA, "tie_word_embeddings": True})
     assert claims.keys() == set(names)
@@ -126,7 +127,29 @@ def test_many_extra_tensors_are_counted():
 def test_old_rotary_buffers_are_kept():
     name = "model.layers.1.self_attn.rotary_emb.inv_freq"
     for model_type in specs.known():
-        assert specs.load(model_type).claim([*names_of(2), name], LLAMA)[name] is None
+        assert specs.load(model_type).recognize([name]) == ({name: None}, [])
+
+
+def test_biases_are_those_config_json_provides_for():
+    bias = "model.layers.1.self_attn.q_proj.bias"
+    with pytest.raises(
+        UnsupportedError, match=f"holds {bias}, and config.json does not set attention_bias"
+    ):
+        specs.load("llama").claim([*names_of(2), bias], LLAMA)
+    with pytest.raises(UnsupportedError, match=r"_proj\.bias, .*and attention_bias is true in"):
+        specs.load("llama").claim([*names_of(2), bias], {**LLAMA, "attention_bias": True})
+    with pytest.raises(UnsupportedError, match=f"holds {bias}, and a mistral model has no bias"):
+        specs.load("mistral").claim([*names_of(2), bias], LLAMA)
+    with pytest.raises(UnsupportedError, match=r"proj\.bias.* and a qwen2 model has a bias there"):
+        specs.load("qwen2").claim([*names_of(2), bias], LLAMA)
+
+
+def test_a_spec_without_shapes_and_biases_demands_neither(tmp_path):
+    path = tmp_path / "plain.yaml"
+    path.write_text("model_type: a\nmodules: {x: {role: embed}}")
+    spec = specs.load("a", path)
+    claims = spec.claim(["x.weight", "x.bias"], {"num_hidden_layers": 1})
+    assert claims.keys() == {"x.weight", "x.bias"}
 
 
 def test_unknown_model_type():
@@ -142,15 +165,29 @@ WRONG = {
     "unknown key": ("model_type: a\nextends: llama\nnorm: x", "unknown key 'norm'"),
     "no model_type": ("extends: llama", "no architecture spec"),
     "not a mapping": ("- a\n- b", "no architecture spec"),
-    "not YAML": ("model_type: [a\nb: }", "not a readable YAML file"),
+    "not YAML": ("model_type: a\nb: }", "not a readable YAML file (line 2: "),
+    "key twice": (
+        "model_type: a\nmodules:\n  x: {role: embed}\n  x: {role: norm}",
+        "(line 4: the key 'x' stands twice): correct it.",
+    ),
+    "field twice": ("model_type: a\nmodules: {x: {role: a, role: b}}", "'role' stands twice"),
+    "another model_type": (
+        "model_type: nova\nextends: llama",
+        "describes model_type 'nova', and the checkpoint's is 'llama': give the spec",
+    ),
     "no modules": ("model_type: a", "describes no modules"),
-    "modules a list": ("model_type: a\nmodules: [x]", "modules is no mapping"),
-    "keep a text": ("model_type: a\nextends: llama\nkeep: x", "keep is no list"),
+    "modules a list": ("model_type: a\nmodules: [x]", "modules is ['x']: make it a mapping"),
+    "keep a number": ("model_type: a\nextends: llama\nkeep: [1]", "keep holds 1: write a pattern"),
+    "model_type a number": ("model_type: 1\nextends: llama", "model_type is 1: make it a text"),
+    "keep a text": ("model_type: a\nextends: llama\nkeep: x", "keep is 'x': make it a list"),
     "bad base": ("model_type: a\nextends: nope", "extends 'nope'"),
     "bad role": ("model_type: a\nmodules: {x: {role: reeder}}", "role of x is 'reeder'"),
-    "no role": ("model_type: a\nmodules: {x: {fused: y}}", "describes x wrongly"),
-    "empty entry": ("model_type: a\nmodules: {x: }", "describes x wrongly"),
-    "unknown field": ("model_type: a\nmodules: {x: {role: embed, gain: y}}", "describes x wrongly"),
+    "no role": ("model_type: a\nmodules: {x: {fused: y}}", "gives x no role: write one of"),
+    "empty entry": ("model_type: a\nmodules: {x: }", "gives x no role: write one of"),
+    "unknown field": (
+        "model_type: a\nmodules: {x: {role: embed, gain: y}}",
+        "gives x the unknown key 'gain': the keys are role, norm,",
+    ),
     "number as pattern": ("model_type: a\nmodules: {1: {role: embed}}", "1 is no pattern"),
     "two layers": (
         'model_type: a\nmodules: {"{layer}.{layer}": {role: embed}}',
@@ -168,6 +205,29 @@ WRONG = {
     "tied to a norm": (
         "model_type: a\nmodules: {n: {role: norm}, x: {role: reader, norm: n, tied_to: n}}",
         "the tied_to of x is 'n'",
+    ),
+    "shape a text": ("model_type: a\nmodules: {x: {role: embed, shape: y}}", "shape of x is 'y'"),
+    "shape of numbers": (
+        "model_type: a\nmodules: {x: {role: embed, shape: [4, y]}}",
+        "shape of x is [4, 'y']: write",
+    ),
+    "shape with a sum": (
+        "model_type: a\nmodules: {x: {role: norm, shape: [y + z]}}",
+        "shape of x is ['y + z']: write",
+    ),
+    "bias that is not there": (
+        "model_type: a\nmodules: {x: {role: norm, bias: y}}",
+        "the bias of x is 'y', which is not",
+    ),
+    "bad bias": ("model_type: a\nextends: llama\nbiases: {mlp: 1}", "biases holds 1: write true"),
+    "bad default": ("model_type: a\nextends: llama\ndefaults: {v: 0}", "defaults holds 0: write a"),
+    "bad multiple": (
+        "model_type: a\nextends: llama\nmultiples: {v: 4}",
+        "multiples holds 4: write",
+    ),
+    "multiple of a shape": (
+        "model_type: a\nextends: llama\nmultiples: {v: at least w}",
+        "multiples holds 'at least w': write a size",
     ),
     "bad heads": ("model_type: a\nmodules: {x: {role: writer, heads: rows}}", "heads of x"),
     "bad gain": ("model_type: a\nextends: llama\nnorm_gain: zero", "norm_gain is 'zero'"),

@@ -348,7 +348,7 @@ def test_r2_that_does_not_fit_is_refused(tiny_model, tmp_path, capsys):
     (model / "config.json").write_text(json.dumps({**config, "num_key_value_heads": 4}))
     argv = ["quantize", str(model), str(tmp_path / "out"), "--scheme", "none", "--rotate", "r2"]
     assert main(argv) == 1
-    assert "model.layers.0.self_attn.v_proj.weight has shape [32, 64]" in capsys.readouterr().err
+    assert "model.layers.0.self_attn.k_proj.weight has shape [32, 64]" in capsys.readouterr().err
 
 
 def test_norm_bias_is_refused():

@@ -1,0 +1,268 @@
+"""The commands and their options. A command parses, calls one function, prints one result.
+
+Nothing here imports torch before a command runs: `nvfp4 --help` answers in under half a second.
+"""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from nvfp4cli import __version__
+from nvfp4cli.errors import UsageError
+from nvfp4cli.recipe import DTYPES, LAYOUT_NAMES, ROTATION_KINDS, ROTATIONS, SCHEMES, Recipe, load
+
+app = typer.Typer(
+    name="nvfp4",
+    help="Quantise Hugging Face checkpoints to NVFP4, ready to serve.",
+    add_completion=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+def _path(text: str) -> Path:
+    """Refuse the empty name that an unset shell variable leaves: a Path makes this folder of it."""
+    if not text:
+        raise typer.BadParameter("the name is empty")
+    return Path(text)
+
+
+def _one_of(choices: tuple[str, ...]) -> str:
+    return "|".join(choices)
+
+
+Out = Annotated[Path, typer.Argument(parser=_path, help="Folder to create.")]
+Scheme = Annotated[
+    str | None,
+    typer.Option(
+        metavar=_one_of(SCHEMES),
+        show_default=Recipe.scheme,
+        help="NVFP4 weights, or rotations only.",
+    ),
+]
+Layout = Annotated[
+    str | None,
+    typer.Option(
+        metavar=_one_of(LAYOUT_NAMES), show_default=Recipe.layout, help="On-disk convention."
+    ),
+]
+Rotate = Annotated[
+    str | None,
+    typer.Option(
+        metavar=_one_of(ROTATIONS), show_default=Recipe.rotate, help="Rotations to fold in."
+    ),
+]
+RotationKind = Annotated[
+    str | None,
+    typer.Option(
+        metavar=_one_of(ROTATION_KINDS), show_default=Recipe.rotation_kind, help="Of the rotations."
+    ),
+]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Continue a run that was interrupted.")]
+DryRun = Annotated[
+    bool, typer.Option("--dry-run", help="Print every decision, read headers only, write nothing.")
+]
+Strict = Annotated[
+    bool,
+    typer.Option(
+        "--strict",
+        help="Refuse options that do nothing and patterns that match nothing or split a layer.",
+    ),
+]
+Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to compute.")]
+ShardSize = Annotated[
+    str | None,
+    typer.Option(show_default=Recipe.max_shard_size, help="Largest size of an output file."),
+]
+
+
+def _version(value: bool) -> None:
+    if value:
+        typer.echo(f"nvfp4 {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Quantise Hugging Face checkpoints to NVFP4, ready to serve."""
+
+
+@app.command()
+def quantize(
+    model: Annotated[str, typer.Argument(help="A checkpoint folder or a hub id.")],
+    out: Out,
+    recipe: Annotated[
+        str | None, typer.Option(help="Recipe file, or the name of a shipped one.")
+    ] = None,
+    scheme: Scheme = None,
+    layout: Layout = None,
+    rotate: Rotate = None,
+    rotation_kind: RotationKind = None,
+    seed: Annotated[
+        int | None, typer.Option(show_default=str(Recipe.seed), help="Of the rotations.")
+    ] = None,
+    ignore: Annotated[
+        list[str] | None,
+        typer.Option(help="Modules to keep in the source dtype: `*.down_proj`, `re:.*`; repeat."),
+    ] = None,
+    include: Annotated[
+        list[str] | None, typer.Option(help="Modules to quantise though kept by default: lm_head.")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            metavar=_one_of(DTYPES), show_default=Recipe.dtype, help="Of what is not quantised."
+        ),
+    ] = None,
+    max_shard_size: ShardSize = None,
+    arch_spec: Annotated[
+        Path | None,
+        typer.Option(parser=_path, help="Architecture spec to use instead of the tool's own."),
+    ] = None,
+    device: Device = "auto",
+    revision: Revision = None,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+    strict: Strict = False,
+    as_json: Json = False,
+) -> None:
+    """Fold rotations, quantise the weights to NVFP4, write a checkpoint that engines load."""
+    options = {
+        "scheme": scheme,
+        "layout": layout,
+        "rotate": rotate,
+        "rotation_kind": rotation_kind,
+        "seed": seed,
+        "ignore": tuple(ignore) if ignore else None,
+        "include": tuple(include) if include else None,
+        "dtype": dtype,
+        "max_shard_size": max_shard_size,
+    }
+    wish = (load(recipe) if recipe is not None else Recipe()).merged(**options)
+
+    from nvfp4cli.cli import quantizing
+
+    given = {key for key, value in options.items() if value is not None}
+    source = quantizing.Source(model, revision, arch_spec)
+    manner = quantizing.Manner(device, resume, dry_run, as_json)
+    quantizing.quantize(source, out, wish, given=given, strict=strict, manner=manner)
+
+
+@app.command()
+def convert(
+    checkpoint: Annotated[
+        Path, typer.Argument(parser=_path, help="An NVFP4 checkpoint of any layout.")
+    ],
+    out: Out,
+    layout: Annotated[
+        str, typer.Option(metavar=_one_of(LAYOUT_NAMES), help="On-disk convention to write.")
+    ],
+    max_shard_size: ShardSize = None,
+    resume: Resume = False,
+    dry_run: DryRun = False,
+    as_json: Json = False,
+) -> None:
+    """Repack an NVFP4 checkpoint into another layout; codes and scales stay as they are."""
+    Recipe().merged(layout=layout, max_shard_size=max_shard_size)  # refuses what no recipe takes
+
+    from nvfp4cli.cli import quantizing
+
+    manner = quantizing.Manner(resume=resume, dry_run=dry_run, as_json=as_json)
+    quantizing.convert(checkpoint, out, layout, max_shard_size, manner)
+
+
+@app.command()
+def inspect(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint folder or hub id, any layout.")],
+    against: Annotated[
+        str | None, typer.Option(help="Unquantised source to measure errors against.")
+    ] = None,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit with 1 if an invariant is violated.")
+    ] = False,
+    revision: Revision = None,
+    as_json: Json = False,
+) -> None:
+    """Say what a checkpoint holds and which invariants it violates."""
+    from nvfp4cli.cli import inspecting
+
+    if inspecting.inspect(checkpoint, against, revision, as_json=as_json) and strict:
+        raise typer.Exit(1)
+
+
+@app.command("eval")
+def evaluate(
+    checkpoint: Annotated[str, typer.Argument(help="A checkpoint folder or hub id, any layout.")],
+    ppl: Annotated[bool, typer.Option("--ppl", help="Measure perplexity.")] = False,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            parser=_path, show_default="WikiText-2 test, or built in", help="UTF-8 text to score."
+        ),
+    ] = None,
+    baseline: Annotated[
+        str | None, typer.Option(help="Unquantised source: adds KL divergence and agreement.")
+    ] = None,
+    context: Annotated[
+        int | None,
+        typer.Option(
+            min=2, show_default="1024, or what the model takes", help="Tokens in a window."
+        ),
+    ] = None,
+    stride: Annotated[
+        int | None,
+        typer.Option(min=1, show_default="the context", help="New tokens scored in a window."),
+    ] = None,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=2, show_default="all", help="Tokens of the text to use.")
+    ] = None,
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows computed at once.")] = 1,
+    dtype: Annotated[
+        str, typer.Option(metavar="float32|bfloat16|float16", help="Of the arithmetic.")
+    ] = "float32",
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Perplexity of a checkpoint and, with --baseline, its distance from the original."""
+    if not ppl:
+        raise UsageError("Nothing is asked for: say what to measure, with --ppl.")
+
+    from nvfp4cli.cli import evaluating
+
+    options = evaluating.Options(context, stride, max_tokens, batch_size, dtype, device)
+    evaluating.perplexity(checkpoint, baseline, text, options, as_json=as_json)
+
+
+# What the command-line library returns for Ctrl-C; older versions raise Abort.
+_INTERRUPTED = 130
+
+
+def run(argv: list[str]) -> int:
+    """Run one command and return the exit code that it asks for; without a command, show the help.
+
+    Raises UsageError for what the command-line library refuses, in its words.
+    """
+    command = typer.main.get_command(app)
+    try:
+        result = command.main(args=argv or ["--help"], prog_name="nvfp4", standalone_mode=False)
+    except typer.Abort:
+        raise KeyboardInterrupt from None
+    except Exception as failure:
+        # Its usage errors have this method, whichever copy of the library is in use.
+        if not hasattr(failure, "format_message"):
+            raise
+        context = getattr(failure, "ctx", None)
+        path = context.command_path if context else "nvfp4"
+        raise UsageError(
+            f"{failure.format_message().strip().rstrip('.')}: see `{path} --help`."
+        ) from None
+    if result == _INTERRUPTED:
+        raise KeyboardInterrupt
+    return result if isinstance(result, int) else 0

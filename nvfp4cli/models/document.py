@@ -1,0 +1,104 @@
+"""The YAML file of an architecture spec: its keys, and what it takes over from another one."""
+
+from collections.abc import Hashable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nvfp4cli.errors import UnsupportedError
+from nvfp4cli.models import sizes
+
+SPECS = Path(__file__).parent / "specs"
+
+_KINDS: dict[str, tuple[type, str]] = {
+    "model_type": (str, "a text"),
+    "extends": (str, "a text"),
+    "norm_gain": (str, "a text"),
+    "tied_by_default": (bool, "true or false"),
+    "modules": (dict, "a mapping"),
+    "keep": (list, "a list"),
+    "defaults": (dict, "a mapping"),
+    "multiples": (dict, "a mapping"),
+    "biases": (dict, "a mapping"),
+}
+_MERGED = ("modules", "defaults", "multiples", "biases")
+
+
+def known() -> list[str]:
+    """All model_types that come with the tool."""
+    return sorted(path.stem for path in SPECS.glob("*.yaml"))
+
+
+def read(path: Path) -> dict[str, Any]:
+    """A spec document with what it `extends` merged in: its own entries win, key by key.
+
+    Raises UnsupportedError for a file that is no YAML mapping of known keys to the right types.
+    """
+    document = _parse(path)
+    _check_keys(path, document)
+    if base_name := document.pop("extends", None):
+        if base_name not in known():
+            raise UnsupportedError(
+                f"{path} extends {base_name!r}: name one of {', '.join(known())} there."
+            )
+        base = read(SPECS / f"{base_name}.yaml")
+        merged = {key: {**base.get(key, {}), **document.get(key, {})} for key in _MERGED}
+        keep = [*base.get("keep", ()), *document.get("keep", ())]
+        document = {**base, **document, **merged, "keep": keep}
+    if not document.get("modules"):
+        raise UnsupportedError(f"{path} describes no modules: give it some, as llama.yaml does.")
+    return document
+
+
+def _parse(path: Path) -> dict[str, Any]:
+    try:
+        document = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
+    except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
+        raise UnsupportedError(
+            f"{path} is not a readable YAML file ({_reason(error)}): correct it."
+        ) from None
+    if not isinstance(document, dict) or "model_type" not in document:
+        raise UnsupportedError(f"{path} is no architecture spec: give it a model_type.")
+    return document
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that stands twice, of which the last would win without a word."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for number, (key, _) in enumerate(node.value):
+            if keys[number] in keys[:number]:
+                raise yaml.constructor.ConstructorError(
+                    None, None, f"the key {keys[number]!r} stands twice", key.start_mark
+                )
+        return super().construct_mapping(node, deep)
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, yaml.MarkedYAMLError) and error.problem_mark:
+        return f"line {error.problem_mark.line + 1}: {error.problem}"
+    return " ".join(str(error).split())
+
+
+def _check_keys(path: Path, document: dict[str, Any]) -> None:
+    if unknown := sorted(str(key) for key in document if key not in _KINDS):
+        raise UnsupportedError(
+            f"{path} has the unknown key {unknown[0]!r}: the keys are {', '.join(_KINDS)}."
+        )
+    for key, value in document.items():
+        kind, words = _KINDS[key]
+        if not isinstance(value, kind):
+            raise UnsupportedError(f"{path}: {key} is {value!r}: make it {words}.")
+    values = (
+        ("keep", document.get("keep", ()), lambda v: isinstance(v, str), "a pattern"),
+        ("biases", document.get("biases", {}).values(), lambda v: isinstance(v, bool | str),
+         "true, false, or an entry of config.json"),
+        ("defaults", document.get("defaults", {}).values(), sizes.is_default,
+         "a number, or an expression such as hidden_size // num_attention_heads"),
+        ("multiples", document.get("multiples", {}).values(), sizes.is_expression, "a size"),
+    )  # fmt: skip
+    for key, found, fits, words in values:
+        if wrong := [value for value in found if not fits(value)]:
+            raise UnsupportedError(f"{path}: {key} holds {wrong[0]!r}: write {words} there.")
