@@ -80,8 +80,10 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
         )
     except (OSError, ValueError, ImportError) as error:
         raise CheckpointError(_no_tokenizer(folder)) from error
-    # Without its vocabulary file a tokenizer class may load all the same, with no token for text.
-    if not tokenizer("x", add_special_tokens=False).input_ids:
+    # Without its vocabulary file a tokenizer class may load all the same, with no token for text or
+    # with the unknown one alone.
+    found = tokenizer("x", add_special_tokens=False).input_ids
+    if set(found) <= {tokenizer.unk_token_id}:
         raise CheckpointError(_no_tokenizer(folder))
     return tokenizer
 
