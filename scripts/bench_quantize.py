@@ -1,12 +1,13 @@
 #!/usr/bin/env python
-"""Time and memory of `nvfp4 quantize` on a CPU, as ratios and bounds that hold on any machine.
+"""Time and memory of `nvfp4 quantize`, as ratios and bounds that hold on any machine.
 
-    python scripts/bench_quantize.py speed MODEL [--runs 5] [--layout torchao]
+    python scripts/bench_quantize.py speed MODEL [--runs 5] [--layout torchao] [--device cpu]
     python scripts/bench_quantize.py memory [--gigabytes 4] [--rotate none]
 
 speed: quantising a checkpoint against loading and saving the same bytes with safetensors, in one
 process, turn about, the page cache warm; process start and imports are excluded. The ratio of the
-medians is the figure.
+medians is the figure. With --device cuda the shares of the time that the GPU computed and took in
+copies are printed beside it.
 
 memory: peak resident memory of a run above the interpreter's own (everything imported), on a
 synthetic Llama of random weights whose largest group has fewer than 100 MB.
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from pathlib import Path
 
 import torch
@@ -29,6 +31,7 @@ from safetensors.torch import save_file
 
 from nvfp4cli import pipeline
 from nvfp4cli.checkpoint.reader import open_checkpoint
+from nvfp4cli.pipeline import Event
 from nvfp4cli.plan.quantize import plan_quantize
 from nvfp4cli.plan.record import Plan
 from nvfp4cli.recipe import Recipe
@@ -43,6 +46,7 @@ def main() -> None:
     speed.add_argument("model", type=Path)
     speed.add_argument("--runs", type=int, default=5)
     speed.add_argument("--layout", default="torchao")
+    speed.add_argument("--device", default="cpu")
     memory = commands.add_parser("memory")
     memory.add_argument("--gigabytes", type=float, default=4.0)
     memory.add_argument("--rotate", default="none")
@@ -52,22 +56,24 @@ def main() -> None:
     child.add_argument("--rotate", default="none")
     options = parser.parse_args()
     if options.command == "speed":
-        bench_speed(options.model, options.layout, options.runs)
+        bench_speed(options.model, options.layout, options.runs, options.device)
     elif options.command == "memory":
         bench_memory(options.gigabytes, options.rotate)
     else:
         print(json.dumps(measure_peak(options.model, options.out, options.rotate)))
 
 
-def bench_speed(model: Path, layout: str, runs: int) -> None:
-    """Print the medians of both and their ratio."""
+def bench_speed(model: Path, layout: str, runs: int, device: str) -> None:
+    """Print the medians of both and their ratio, and of the last run how busy a GPU was."""
     copies, conversions = [], []
+    last: deque[Event] = deque(maxlen=1)
     with tempfile.TemporaryDirectory(dir=model.parent) as scratch:
         for run in range(runs + 1):
             copied, converted = Path(scratch, "copy"), Path(scratch, "nvfp4")
             copies.append(_timed(lambda target=copied: _load_and_save(model, target)))
             plan = _plan(model, Recipe(layout=layout))
-            conversions.append(_timed(lambda p=plan, target=converted: _run(p, target)))
+            events = pipeline.run(plan, converted, device=device)
+            conversions.append(_timed(lambda events=events: last.extend(events)))
             if run == 0:  # the first turn warms the page cache, the allocator and the threads
                 copies.clear()
                 conversions.clear()
@@ -79,6 +85,9 @@ def bench_speed(model: Path, layout: str, runs: int) -> None:
     print(f"safetensors load + save {copy:9.3f} s  {nbytes / copy / 1e6:8.0f} MB/s")
     print(f"quantize to {layout:<12}{conversion:9.3f} s  {nbytes / conversion / 1e6:8.0f} MB/s")
     print(f"ratio                   {conversion / copy:9.2f}")
+    if last[0].kind == "summary":
+        print(f"GPU computing           {100 * last[0].computing:9.1f} % of the last run")
+        print(f"GPU receiving copies    {100 * last[0].copying:9.1f} %")
 
 
 def _timed(action) -> float:

@@ -7,7 +7,7 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env.sh"
 cd "$ROOT"
 
-environment dev --constraint "$PINS" --editable "$ROOT[dev]"
+environment dev --constraint "$PINS" --editable "$ROOT[dev,plots]"
 
 say lint
 "$PYTHON" -m ruff check .

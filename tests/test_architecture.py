@@ -30,6 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "describe": {"formats", "kernels", "rotate", "models", "checkpoint", "layouts"},
     "evaluate": {"formats", "kernels", "rotate", "checkpoint", "layouts"},
     "pipeline": {"plan", "kernels", "formats", "rotate", "checkpoint", "layouts"},
+    "study": {"formats", "rotate", "models", "checkpoint", "layouts"},
 }
 ARROWS["cli"] = set(ARROWS)
 
@@ -39,6 +40,7 @@ PLACES = {
     "typer": ("cli/",),
     "rich": ("cli/",),
     "transformers": ("evaluate/",),
+    "matplotlib": ("study/plot.py",),
     "huggingface_hub": ("checkpoint/hub.py", "checkpoint/remote.py", "evaluate/text.py"),
 }
 WITHOUT_TORCH = ("errors.py", "recipe.py", "cli/app.py", "cli/commands.py", "cli/console.py",

@@ -1,4 +1,4 @@
-"""Runs from checkpoint to checkpoint: values, files, interruptions, memory."""
+"""Runs from checkpoint to checkpoint: values and files, on the host and the way of a GPU."""
 
 import json
 import shutil
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from command import contents, quantize
+from late import STAGED, shrink, stage
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -18,9 +19,11 @@ from nvfp4cli.formats import nvfp4
 from nvfp4cli.layouts import LAYOUTS, StoredWeights, open_weights
 from nvfp4cli.pipeline import Event
 from nvfp4cli.plan.quantize import plan_quantize
+from nvfp4cli.plan.record import Plan
 from nvfp4cli.recipe import Recipe
 
 DOWN = "model.layers.0.mlp.down_proj.weight"
+HEAD = "lm_head.weight"
 UP = "model.layers.1.mlp.up_proj.weight"
 Q = "model.layers.0.self_attn.q_proj.weight"
 K = "model.layers.1.self_attn.k_proj.weight"
@@ -47,6 +50,13 @@ def convert(checkpoint: Path, out: Path) -> int:
     return main(["convert", str(checkpoint), str(out), "--layout", "comfy"])
 
 
+@pytest.fixture(params=["host", "staged"])
+def both_ways(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands compute on the host, and then the way of a GPU."""
+    if request.param == "staged":
+        stage(monkeypatch)
+
+
 @pytest.fixture
 def llama(tiny_model: Callable[..., Path]) -> Path:
     return tiny_model("llama", vocab=264)
@@ -67,6 +77,7 @@ def test_all_layouts_decode_to_the_same_bits(llama, tmp_path):
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.usefixtures("both_ways")
 def test_each_group_is_the_reference_at_its_maximum(dtype, tiny_model, tmp_path):
     model = tiny_model("llama", vocab=264, dtype=dtype)
     weights = quantized(model, tmp_path / "out", "--layout", "modelopt")
@@ -120,6 +131,7 @@ def test_groups_across_files(tiny_model, tmp_path):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.usefixtures("both_ways")
 def test_zero_tensors(layout, llama, tmp_path, capsys):
     def edit(tensors: dict[str, Tensor]) -> None:
         tensors[DOWN].zero_()
@@ -162,8 +174,10 @@ FOLD = ("--scheme", "none", "--rotate", "r1")
         # Copied as they are.
         (GAIN, (9,), -torch.inf, ()),
         (EMBEDDING, (200, 31), torch.nan, ()),
+        (HEAD, (3, 3), torch.nan, ()),  # the last job: its error has no successor to meet it
     ],
 )
+@pytest.mark.usefixtures("both_ways")
 def test_nan_and_inf(name, index, value, options, llama, tmp_path, capsys):
     """Named where they lie in the source, not where a rotation has spread them to."""
 
@@ -179,6 +193,7 @@ def test_nan_and_inf(name, index, value, options, llama, tmp_path, capsys):
     assert not out.parent.exists()
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_a_damaged_weight_may_be_ignored(llama, tmp_path):
     def edit(tensors: dict[str, Tensor]) -> None:
         tensors[Q][5, 7] = torch.nan
@@ -203,6 +218,7 @@ def test_convert_refuses_a_copied_value_that_is_not_finite(llama, tmp_path, caps
 
 
 @pytest.mark.parametrize("rotate", ["none", "r1"])
+@pytest.mark.usefixtures("both_ways")
 def test_values_beyond_fp32(rotate, tiny_model, tmp_path, capsys):
     """Finite in the source, infinite where NVFP4 is computed."""
 
@@ -217,6 +233,7 @@ def test_values_beyond_fp32(rotate, tiny_model, tmp_path, capsys):
 
 @pytest.mark.parametrize("target", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("source", [torch.bfloat16, torch.float32])
+@pytest.mark.usefixtures("both_ways")
 def test_dtype_of_what_is_kept(target, source, tiny_model, tmp_path):
     model, out = tiny_model("llama", vocab=264, dtype=source), tmp_path / "out"
     weights = quantized(model, out, "--dtype", target, "--layout", "modelopt")
@@ -228,6 +245,7 @@ def test_dtype_of_what_is_kept(target, source, tiny_model, tmp_path):
     assert json.loads((out / "config.json").read_text())["dtype"] == target
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_fp16_that_does_not_hold_a_kept_tensor(llama, tmp_path, capsys):
     def edit(tensors: dict[str, Tensor]) -> None:
         tensors[EMBEDDING][3, 3] = 1e6
@@ -280,17 +298,24 @@ def test_index_is_exact(llama, tmp_path):
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in stored)
 
 
-def plan_for(model: Path, **recipe: object) -> pipeline.Plan:
+def plan_for(model: Path, **recipe: object) -> Plan:
     return plan_quantize(
         open_checkpoint(model), Recipe(**recipe), model="m", arch_spec=None, strict=False
     )
 
 
+@pytest.mark.parametrize("place", ["cpu", STAGED])
 @pytest.mark.parametrize("rotate", ["none", "r1r2"])
-def test_events_add_up(rotate, tiny_model, tmp_path):
+def test_events_add_up(rotate, place, tiny_model, tmp_path, monkeypatch):
+    shrink(monkeypatch)
     plan = plan_for(tiny_model("llama", vocab=264, tie=True), rotate=rotate)
-    events = [e for e in pipeline.run(plan, tmp_path / "out") if e.kind == "progress"]
+    every = list(pipeline.run(plan, tmp_path / "out", device=place))
+    events = [event for event in every if event.kind == "progress"]
     done = [event.done for event in events]
     assert done == sorted(done)
     assert len(events) == len(plan.jobs)
     assert events[-1] == Event("progress", plan.source_bytes, plan.source_bytes, "head")
+    if place == STAGED:
+        assert every[-1].kind == "summary"
+        assert 0 < every[-1].computing < 1
+        assert 0 < every[-1].copying < 1

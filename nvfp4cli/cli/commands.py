@@ -240,6 +240,50 @@ def evaluate(
     evaluating.perplexity(checkpoint, baseline, text, options, as_json=as_json)
 
 
+@app.command()
+def study(
+    checkpoint: Annotated[
+        str | None,
+        typer.Argument(
+            show_default="synthetic draws", help="An unquantised checkpoint folder or hub id."
+        ),
+    ] = None,
+    tensors: Annotated[
+        list[str] | None,
+        typer.Option(
+            show_default="the linear weights",
+            help="Weights to study: `*.down_proj`, `re:.*`; repeat.",
+        ),
+    ] = None,
+    limit: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            show_default="as many as hold 134 million values",
+            help="Weights of each kind, spread over the layers.",
+        ),
+    ] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(parser=_path, metavar="FILE.png", help="Draw a figure; needs matplotlib."),
+    ] = None,
+    revision: Revision = None,
+    as_json: Json = False,
+) -> None:
+    """Does a rotation help? Errors of NVFP4 and MXFP4 with and without, on draws or on weights."""
+    options = {"tensors": tensors, "limit": limit, "revision": revision}
+    if checkpoint is None and (given := [k for k, value in options.items() if value is not None]):
+        raise UsageError(f"--{given[0]} is of a checkpoint: name one, or leave the option out.")
+
+    from nvfp4cli.cli import studying
+
+    if checkpoint is None:
+        studying.study_draws(plot, as_json=as_json)
+    else:
+        choice = studying.Choice(tuple(tensors or ()), limit, revision)
+        studying.study_weights(checkpoint, choice, plot, as_json=as_json)
+
+
 # What the command-line library returns for Ctrl-C; older versions raise Abort.
 _INTERRUPTED = 130
 

@@ -19,6 +19,9 @@ from nvfp4cli.plan.quantize import plan_quantize
 from nvfp4cli.plan.record import Plan
 from nvfp4cli.recipe import Recipe
 
+# What works for this share of the time holds up everything else.
+_BUSY = 0.8
+
 
 @dataclass(frozen=True)
 class Source:
@@ -124,12 +127,15 @@ def _run(plan: Plan, out: Path, manner: Manner) -> None:
     device = pick(manner.device)
     began = time.perf_counter()
     found = list(plan.facts.warnings)
+    occupation = ""
     with console.progress_bar() as bar:
         task = bar.add_task("starting", total=plan.source_bytes)
         for event in pipeline.run(plan, out, resume=manner.resume, device=device):
             if event.kind == "warning":
                 console.warn(event.message)
                 found.append(event.message)
+            elif event.kind == "summary":
+                occupation = _occupation(event)
             else:
                 bar.update(task, completed=event.done, total=event.total, description=event.stage)
     seconds = time.perf_counter() - began
@@ -144,6 +150,20 @@ def _run(plan: Plan, out: Path, manner: Manner) -> None:
         console.print_json(summary)
         return
     _print_summary(plan, out, seconds)
+    if occupation:
+        console.line(occupation)
+    console.line(_next_step(plan, out))
+
+
+def _occupation(event: pipeline.Event) -> str:
+    """How busy the GPU was, and what held the run up."""
+    if event.computing >= _BUSY:
+        limit = "it is the limit"
+    elif event.copying >= _BUSY:
+        limit = "copying the weights to it is the limit"
+    else:
+        limit = "reading and writing the files is the limit"
+    return f"The GPU was busy {100 * event.computing:.0f} % of the time: {limit}."
 
 
 def _facts(plan: Plan) -> dict[str, Any]:
@@ -171,7 +191,6 @@ def _print_summary(plan: Plan, out: Path, seconds: float) -> None:
         f"{totals['bits_per_parameter']:.2f} bits per parameter, "
         f"{share:.1%} of the parameters in NVFP4"
     )
-    console.line(_next_step(plan, out))
 
 
 def _next_step(plan: Plan, out: Path) -> str:

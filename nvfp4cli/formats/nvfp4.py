@@ -133,6 +133,14 @@ class Quantized:
         return self.packed.shape[0], self.packed.shape[1] * 2
 
 
+def check_blocks(shape: tuple[int, ...]) -> tuple[int, int]:
+    """(N, K) of a matrix. Raises ValueError where K is no multiple of 16."""
+    n, k = shape
+    if k % BLOCK:
+        raise ValueError(f"a matrix of {n} x {k} has no whole blocks of {BLOCK} in its rows")
+    return n, k
+
+
 def amax(weight: Tensor) -> float:
     """Largest magnitude of a tensor, exact. NaN where the tensor holds a NaN, inf where an Inf."""
     if weight.numel() == 0:
@@ -164,10 +172,12 @@ def quantize(weight: Tensor, scale: GlobalScale) -> Quantized:
     scale they would be wrong: randn(64, 512) has a mean squared error of 0.009088 this way and
     0.009590 that way.
     """
-    n, k = weight.shape
+    n, k = check_blocks(weight.shape)
     x = weight.to(torch.float32).reshape(n, k // BLOCK, BLOCK)
     block_amax = x.abs().amax(dim=-1)  # [N, K/16]
-    scale_byte = e4m3.round_to_bytes(block_amax / e2m1.MAX / scale.multiplier)
+    # Of a Python number a GPU would take the reciprocal, and multiply by that.
+    six, multiplier = block_amax.new_full((), e2m1.MAX), block_amax.new_full((), scale.multiplier)
+    scale_byte = e4m3.round_to_bytes(block_amax / six / multiplier)
     # A small block beside a huge one is not lost: its scale is at least 2^-9.
     scale_byte = torch.where(block_amax > 0, scale_byte.clamp(min=1), 0).to(torch.uint8)
     reciprocal = block_reciprocal(e4m3.decode(scale_byte), scale.multiplier)

@@ -17,14 +17,21 @@ import torch
 from torch import Tensor
 
 from nvfp4cli.formats import e2m1, e4m3, nvfp4
-from nvfp4cli.formats.nvfp4 import BLOCK, GlobalScale, Quantized, block_reciprocal
+from nvfp4cli.formats.nvfp4 import (
+    BLOCK,
+    GlobalScale,
+    Quantized,
+    block_reciprocal,
+    check_blocks,
+)
 from nvfp4cli.kernels.threads import one_thread, own_threads, single_threaded
 
 # Values in a tile, which takes some forty torch calls of a few microseconds each: 2^16 values are
 # too few to hide them, and more than 2^18 leave the cache of the smaller machines measured.
 TILE = 1 << 18
-# More threads queue for the GIL: of 16 cores, 16 threads reached 360 MB/s of bf16, four 763.
-_MAX_THREADS = 4
+# More threads queue for the GIL with those that read and write: of 16 cores, a whole run used four
+# to reach 505 MB/s and three to reach 594.
+_MAX_THREADS = 3
 
 # Constants are tensors of their operation's dtype: a Python number is converted to one at every
 # call, which takes 2 us.
@@ -70,7 +77,7 @@ def quantize_cpu(weight: Tensor, scale: GlobalScale) -> Quantized:
     weight: [N, K], any float dtype and strides, finite, on the CPU, K a multiple of 16. Runs on
     fewer than `torch.get_num_threads()` threads and may be called from several threads at once.
     """
-    n, k = weight.shape
+    n, k = check_blocks(weight.shape)
     kb = k // BLOCK
     load = _loader(weight)
     words = torch.empty(n, kb * 2, dtype=torch.int32)  # eight codes each

@@ -1,8 +1,8 @@
-"""NVFP4 encoding in Triton: one launch, one load, one store, the bits of `formats.nvfp4.quantize`.
+"""NVFP4 encoding in Triton: load, rotate, find block maxima, scale and pack in one pass.
 
-Nothing here depends on how a backend rounds a cast, divides, fuses or treats subnormals: scales and
-codes are rounded with additions and integers, divisions are IEEE's, products are kept from fusing
-into the additions behind them. So the interpreter and every GPU from sm_80 on give the same bytes.
+A thread holds one whole block of 16 in registers, so that up to the 16-point rotation nothing is
+exchanged between threads. Not memory is the limit but instructions: 15 for a value keep the time
+within a tenth of a copy's on an H200 (scripts/bench_kernels.py).
 """
 
 import torch
@@ -10,112 +10,171 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from nvfp4cli.formats import e4m3
-from nvfp4cli.formats.nvfp4 import BLOCK, GlobalScale, Quantized
+from nvfp4cli.formats import swizzle
+from nvfp4cli.formats.nvfp4 import BLOCK, GlobalScale, Quantized, check_blocks
+from nvfp4cli.kernels.load_triton import factors, load_block, pairs
+from nvfp4cli.kernels.numbers_triton import (
+    block_scale,
+    block_scale_ptx,
+    in_ptx,
+    is_fast,
+    pack_bytes,
+    pack_bytes_ptx,
+)
+from nvfp4cli.kernels.tiles_triton import (
+    block_amax,
+    store_four,
+    store_one,
+    swizzled,
+    tile,
+    tiles,
+)
 
-ROWS = 64  # blocks of a program; any power of two gives the same bytes
-
-_FP32_MAX = tl.constexpr(torch.finfo(torch.float32).max)
-_E4M3_SMALLEST = tl.constexpr(e4m3.SMALLEST)
-_MAGIC = tl.constexpr(1.5 * 2**23)  # n + 1.5 * 2^23 is rounded to an integer, ties to even
-
-
-@triton.jit
-def _to_fp32(x: tl.tensor) -> tl.tensor:
-    """Exact widening of bf16, fp16 or fp32. The interpreter's own is wrong for bf16 subnormals."""
-    if x.dtype == tl.bfloat16:
-        bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-        return bits.to(tl.float32, bitcast=True)
-    else:
-        return x.to(tl.float32)
-
-
-@triton.jit
-def _e4m3_byte(v: tl.tensor) -> tl.tensor:
-    """`e4m3.round_to_bytes`: non-negative fp32 -> nearest-even byte as int32, at most 126."""
-    bits = v.to(tl.int32, bitcast=True)
-    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - ((127 - 7) << 3)
-    subnormal = (v + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-    return tl.minimum(tl.where(bits < 0x3C800000, subnormal, normal), 126)
-
-
-@triton.jit
-def _e4m3_value(byte: tl.tensor) -> tl.tensor:
-    """Byte 0..126 as int32 -> fp32. The type float8e4nv would need sm_89."""
-    normal = ((byte << 20) + ((127 - 7) << 23)).to(tl.float32, bitcast=True)
-    return tl.where(byte < 8, byte.to(tl.float32) * _E4M3_SMALLEST, normal)
-
-
-@triton.jit
-def _e2m1_code(y: tl.tensor) -> tl.tensor:
-    """`e2m1.encode`: fp32 -> code 0..15 as int32.
-
-    Each line of the reference is rounded by the addition that shifts it. The shorter formula
-    through |y| * 2^-126 is wrong wherever subnormals are flushed.
-    """
-    a = tl.abs(y)
-    code = tl.minimum(a * 2 + _MAGIC, a + (_MAGIC + 2))
-    code = tl.minimum(tl.minimum(code, a * 0.5 + (_MAGIC + 4)), _MAGIC + 7)
-    return (code.to(tl.int32, bitcast=True) & 7) | tl.where(y < 0, 8, 0)
+TILE = 128  # blocks of a program; any power of two from 32 on gives the same bytes
+_GATED_TILE = 64  # which twice the values are loaded for
 
 
 @triton.jit
 def _quantize_kernel(
-    x_ptr: tl.tensor,  # [N, K/16, 16]
-    packed_ptr: tl.tensor,  # uint8 [N, K/16, 8]
-    scale_ptr: tl.tensor,  # uint8 [N, K/16]
-    multiplier: tl.tensor,
-    n_blocks: tl.tensor,
-    blocks_per_row: tl.tensor,
-    row_stride: tl.tensor,
-    block_stride: tl.tensor,
-    element_stride: tl.tensor,
+    x_ptr,  # pairs [N, K/2]
+    up_ptr,  # pairs [N, K/2], read if GATED
+    packed_ptr,  # uint8 [N, K/2]
+    scale_ptr,  # uint8 [N, K/16], or swizzled tiles
+    multiplier_ptr,  # fp32 [1]
+    signs_ptr,  # fp32 [HADAMARD], read if SIGNED
+    n,
+    blocks_per_row,
+    row_stride,  # in pairs
+    up_stride,
+    COLUMNS: tl.constexpr,
     ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
-) -> None:
-    """Program i encodes blocks i * ROWS ... of the N * K/16 blocks, counted along the rows."""
-    # In int64: a tensor of more than 2^31 values overflows int32 offsets.
-    block = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)  # [ROWS]
-    inside = block < n_blocks
-    start = block // blocks_per_row * row_stride + block % blocks_per_row * block_stride
-    offsets = start[:, None] + tl.arange(0, BLOCK).to(tl.int64)[None, :] * element_stride
-    x = _to_fp32(tl.load(x_ptr + offsets, mask=inside[:, None], other=0.0))  # [ROWS, 16]
+    EVEN: tl.constexpr,  # programs cover the matrix exactly
+    SWIZZLED: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    SIGNED: tl.constexpr,
+    HADAMARD: tl.constexpr,
+    EARLY: tl.constexpr,  # factor of the rotated values
+    LATE: tl.constexpr,  # factor, a power of two, that is applied through the scales
+    EXACT_SIGNS: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Each program encodes COLUMNS blocks of each of ROWS rows; programs go along the rows.
 
-    amax = tl.max(tl.abs(x), axis=1)
-    byte = _e4m3_byte(tl.div_rn(tl.div_rn(amax, 6.0), multiplier))
-    byte = tl.where(amax > 0, tl.maximum(byte, 1), 0)
-    decoded = tl.where(byte > 0, _e4m3_value(byte) * multiplier, 1.0)
-    reciprocal = tl.minimum(tl.div_rn(1.0, decoded), _FP32_MAX)
+    A swizzled launch covers the padding too, where the maximum of a block is 0 and so its byte.
+    """
+    row, column, inside = tile(n, blocks_per_row, COLUMNS, ROWS)
+    # Before the block, whose loads it would wait for otherwise: 8 % of the time.
+    multiplier = tl.load(multiplier_ptr)
+    inverse = tl.div_rn(1.0, multiplier)
+    x_place = x_ptr + (row * row_stride + column * 8)
+    up_place = up_ptr + (row * up_stride + column * 8)
+    a, b, c, d = load_block(
+        x_place, up_place, signs_ptr, column, inside, EVEN, KIND, GATED, SIGNED, HADAMARD, PTX
+    )
+    if EARLY != 1:
+        a, b, c, d = a * EARLY, b * EARLY, c * EARLY, d * EARLY
 
-    codes = tl.reshape(_e2m1_code(x * reciprocal[:, None]), (ROWS, BLOCK // 2, 2))
-    even, odd = tl.split(codes)  # [ROWS, 8]
-    packed = block[:, None] * (BLOCK // 2) + tl.arange(0, BLOCK // 2)[None, :]
-    tl.store(packed_ptr + packed, (even | (odd << 4)).to(tl.uint8), mask=inside[:, None])
-    tl.store(scale_ptr + block, byte.to(tl.uint8), mask=inside)
+    amax = block_amax(a, b, c, d)
+    if PTX:
+        HALF: tl.constexpr = 1.0 if EXACT_SIGNS else 0.5
+        if is_fast(multiplier):
+            byte, factor = block_scale_ptx(amax, multiplier, inverse, LATE, HALF)
+        else:
+            byte, factor = block_scale(amax * LATE, multiplier)
+            a, b, c, d = a * LATE, b * LATE, c * LATE, d * LATE
+            if not EXACT_SIGNS:
+                a, b = _halve(a, factor), _halve(b, factor)
+                c, d = _halve(c, factor), _halve(d, factor)
+                factor = tl.where(factor > 1, factor * HALF, factor)
+        low = pack_bytes_ptx(a, b, factor[:, None], EXACT_SIGNS)
+        high = pack_bytes_ptx(c, d, factor[:, None], EXACT_SIGNS)
+    else:
+        byte, factor = block_scale(amax, multiplier)
+        low = pack_bytes(a, b, factor[:, None])
+        high = pack_bytes(c, d, factor[:, None])
+
+    block = row * blocks_per_row + column
+    store_four(packed_ptr + block * 8, low, inside, EVEN)
+    store_four(packed_ptr + block * 8 + 4, high, inside, EVEN)
+    if SWIZZLED:
+        padded = (row < (n + 127) // 128 * 128) & (column < (blocks_per_row + 3) // 4 * 4)
+        place = swizzled(row, column, blocks_per_row)
+        # Four columns lie side by side, and tiles begin at a multiple of four: one store for four.
+        place = tl.max_contiguous(tl.multiple_of(place, 4), 4)
+        store_one(scale_ptr + place, byte.to(tl.uint8), padded, EVEN)
+    else:
+        store_one(scale_ptr + block, byte.to(tl.uint8), inside, EVEN)
+
+
+@triton.jit
+def _halve(x, factor):
+    """x such that its product with `factor`, or with half of it above 1, is y / 2; 0 where y is.
+
+    Half of a small factor or of a small value would be subnormal and lose a bit.
+    """
+    factor = factor[:, None]
+    return tl.where(x * factor == 0, 0.0, tl.where(factor > 1, x, x * 0.5))
 
 
 def quantize_triton(weight: Tensor, scale: GlobalScale) -> Quantized:
     """Round a matrix to NVFP4, bit for bit as `formats.nvfp4.quantize` does.
 
     weight: [N, K] bf16, fp16 or fp32, any strides, finite, K a multiple of 16, on a CUDA device
-    (under TRITON_INTERPRET=1 on the CPU).
+    (under TRITON_INTERPRET=1 on the CPU). Nothing waits for the device.
     """
-    n, k = weight.shape
+    multiplier = torch.full((1,), scale.multiplier, device=weight.device)
+    packed, block_scale_ = fused_quantize_triton(weight, multiplier)
+    return Quantized(packed, block_scale_, scale)
+
+
+def fused_quantize_triton(
+    x: Tensor,
+    multiplier: Tensor,
+    *,
+    up: Tensor | None = None,
+    hadamard: int = 1,
+    signs: Tensor | None = None,
+    swizzled_scales: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """`kernels.fused_quantize` on a CUDA device (under TRITON_INTERPRET=1 on the CPU)."""
+    n, k = check_blocks(x.shape)
     kb = k // BLOCK
-    x = weight.unflatten(1, (kb, BLOCK))
-    packed = torch.empty(n, k // 2, dtype=torch.uint8, device=weight.device)
-    scale_byte = torch.empty(n, kb, dtype=torch.uint8, device=weight.device)
-    with torch.cuda.device_of(weight):  # Triton launches on the current device
-        _quantize_kernel[(triton.cdiv(n * kb, ROWS),)](
-            x,
+    packed = torch.empty(n, k // 2, dtype=torch.uint8, device=x.device)
+    shape = swizzle.padded_shape(n, kb) if swizzled_scales else (n, kb)
+    scale_byte = torch.empty(shape, dtype=torch.uint8, device=x.device)
+    if scale_byte.numel() == 0:
+        return packed, scale_byte.view(torch.float8_e4m3fn)
+    words, row_stride, kind = pairs(x)
+    up_words, up_stride, _ = (words, row_stride, kind) if up is None else pairs(up)
+    shared = tiles(*shape, TILE if up is None else min(TILE, _GATED_TILE))
+    ptx = in_ptx(_quantize_kernel)
+    early, late = factors(hadamard, kind, up is not None, ptx)
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        _quantize_kernel[shared.grid](
+            words,
+            up_words,
             packed,
             scale_byte,
-            scale.multiplier,
-            n * kb,
+            multiplier,
+            multiplier if signs is None else signs.to(torch.float32),
+            n,
             kb,
-            *x.stride(),
-            ROWS=ROWS,
-            BLOCK=BLOCK,
+            row_stride,
+            up_stride,
+            COLUMNS=shared.columns,
+            ROWS=shared.rows,
+            EVEN=shared.even and shape == (n, kb),
+            SWIZZLED=swizzled_scales,
+            KIND=kind,
+            GATED=up is not None,
+            SIGNED=signs is not None,
+            HADAMARD=hadamard,
+            EARLY=early,
+            LATE=late,
+            EXACT_SIGNS=kind == "fp32" and up is None,
+            PTX=ptx,
+            num_warps=1,
             enable_fp_fusion=False,
         )
-    return Quantized(packed, scale_byte.view(torch.float8_e4m3fn), scale)
+    return packed, scale_byte.view(torch.float8_e4m3fn)

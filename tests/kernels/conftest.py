@@ -1,5 +1,6 @@
 """Matrices and scales that every encoder must turn into the bytes of `formats.nvfp4.quantize`."""
 
+import os
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -107,6 +108,18 @@ CASES: dict[str, Callable[[], Case]] = {
 def case(request: pytest.FixtureRequest) -> Case:
     """A matrix on the CPU and the scale to encode it with."""
     return CASES[request.param]()
+
+
+@pytest.fixture(autouse=True)
+def wide_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One program for most matrices: the interpreter's time is that of starting programs."""
+    if os.environ.get("TRITON_INTERPRET") != "1":
+        return
+    from nvfp4cli.kernels import amax_triton, dequantize_triton, quantize_triton
+
+    for module in (amax_triton, dequantize_triton, quantize_triton):
+        monkeypatch.setattr(module, "TILE", 1024)
+    monkeypatch.setattr(quantize_triton, "_GATED_TILE", 1024)
 
 
 @pytest.fixture

@@ -5,12 +5,13 @@ from pathlib import Path
 
 import pytest
 
-CASES = Path(__file__).with_name("test_quantize_triton.py")
+FILES = sorted(Path(__file__).parent.glob("test_*_triton.py"))
 
 
-def test_the_triton_encoder_in_the_interpreter():
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+def test_the_triton_kernels_in_the_interpreter(path):
     pytest.importorskip("triton", reason="Triton has wheels for Linux only")
-    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", str(CASES)]
+    command = [sys.executable, "-m", "pytest", "-m", "gpu", "-p", "no:cacheprovider", str(path)]
     run = subprocess.run(
         command,
         env={**os.environ, "TRITON_INTERPRET": "1"},

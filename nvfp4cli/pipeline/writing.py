@@ -1,0 +1,88 @@
+"""Results on their way to the disk."""
+
+import math
+from collections import deque
+from concurrent.futures import Future
+
+from torch import Tensor
+
+from nvfp4cli.checkpoint.writer import ShardWriter
+from nvfp4cli.formats import nvfp4
+from nvfp4cli.layouts.record import Stored
+from nvfp4cli.pipeline.compute import Result, rounded
+from nvfp4cli.plan.record import Job, Member, Plan
+from nvfp4cli.rotate import fold
+
+# Kept tensors pass through in pieces of this size.
+PIECE_BYTES = 16 << 20
+# Edited ones do in tiles of rows: smaller, because a fold holds about six of them in fp32 at once.
+_TILE_VALUES = 1 << 20
+
+
+class Queue:
+    """Computed jobs on their way to the disk, in order, at most `limit` bytes of them."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._bytes = 0
+        self._jobs: deque[tuple[Future[None], int]] = deque()
+
+    def append(self, job: Future[None], nbytes: int) -> None:
+        """Add a job whose results hold `nbytes` until it has ended."""
+        self._bytes += nbytes
+        self._jobs.append((job, nbytes))
+
+    def make_room(self, nbytes: int) -> None:
+        """Wait until `nbytes` more fit; raises the first error of a job that has ended."""
+        while self._jobs and (self._jobs[0][0].done() or self._bytes + nbytes > self._limit):
+            self._wait_for_first()
+
+    def drain(self) -> None:
+        """Wait for all jobs; raises the first error of one."""
+        while self._jobs:
+            self._wait_for_first()
+
+    def _wait_for_first(self) -> None:
+        job, size = self._jobs.popleft()
+        job.result()
+        self._bytes -= size
+
+
+def emit(plan: Plan, job: Job, results: list[Result], shards: ShardWriter) -> None:
+    """Write what has become of the members and is not on disk already."""
+    for member, result in zip(job.members, results, strict=True):
+        if not shards.wants(member.outputs[0].name):
+            continue
+        if result is None:
+            _stream(plan, member, shards)
+        else:
+            for name, tensor in exported(plan, member, result).items():
+                shards.write(name, tensor)
+
+
+def exported(plan: Plan, member: Member, result: Stored | Tensor) -> dict[str, Tensor]:
+    """The tensors to write of a member."""
+    if isinstance(result, Tensor):
+        return {member.name: result}
+    assert plan.layout is not None
+    return plan.layout.export(member.module, result)
+
+
+def _stream(plan: Plan, member: Member, shards: ShardWriter) -> None:
+    """Pass a tensor through in pieces: its bytes as they are, or row tiles of a row-local edit."""
+    checkpoint, info = plan.weights.checkpoint, member.source
+    if member.action == "copy":
+        for start in range(0, info.nbytes, PIECE_BYTES):
+            data = checkpoint.read_bytes(info, start, min(start + PIECE_BYTES, info.nbytes))
+            if member.finite and not math.isfinite(nvfp4.amax(data.view(info.dtype))):
+                nvfp4.check_finite(checkpoint.read(member.name), member.name)
+            shards.write_bytes(member.name, start, data)
+        return
+    rows, columns = info.shape
+    step = max(1, _TILE_VALUES // columns)
+    row_bytes = columns * member.outputs[0].dtype.itemsize
+    for start in range(0, rows, step):
+        tile = checkpoint.read_rows(info.name, start, min(start + step, rows))
+        edited = fold.apply(tile, member.edits, checkpoint.read)
+        data = rounded(edited, member, checkpoint.read).reshape(-1)
+        shards.write_bytes(member.name, start * row_bytes, data)
