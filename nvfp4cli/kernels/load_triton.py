@@ -106,6 +106,12 @@ def _half(place, inside, KIND: tl.constexpr, EVEN: tl.constexpr):
         words = tl.load(places, eviction_policy="evict_first")
     else:
         words = tl.load(places, mask=inside[:, None], other=0, eviction_policy="evict_first")
+    return widen(words, KIND)
+
+
+@triton.jit
+def widen(words, KIND: tl.constexpr):
+    """Words of two values -> the even and the odd ones as fp32, exactly."""
     if KIND == "bf16":
         even = (words << 16).to(tl.float32, bitcast=True)
         odd = (words & -65536).to(tl.float32, bitcast=True)

@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nvfp4cli.errors import UnsupportedError
-from nvfp4cli.kernels.load_triton import silu_mul
+from nvfp4cli.kernels.load_triton import silu_mul, widen
 
 MAX_COLUMNS = 32768  # 128 KiB of shared memory in fp32
 MAX_DENSE = 256  # a dense factor of order m costs m additions a value
@@ -142,9 +142,9 @@ def place_of(element, SIZE: tl.constexpr, ORDER: tl.constexpr, R: tl.constexpr, 
 @triton.jit
 def _load(x_row, up_row, w, inside, KIND: tl.constexpr, GATED: tl.constexpr, PTX: tl.constexpr):
     """Even and odd elements, fp32 [W, T], of the pairs w [W] after the places of threads [T]."""
-    even, odd = _widen(_words(x_row, w, inside), KIND)
+    even, odd = widen(_words(x_row, w, inside), KIND)
     if GATED:
-        even_up, odd_up = _widen(_words(up_row, w, inside), KIND)
+        even_up, odd_up = widen(_words(up_row, w, inside), KIND)
         even, odd = silu_mul(even, even_up, PTX), silu_mul(odd, odd_up, PTX)
     return even, odd
 
@@ -155,20 +155,6 @@ def _words(row, w, inside):
     # One word a thread: a wider load would give a thread neighbours, not distant values.
     place = tl.multiple_of(tl.max_contiguous(place, (1, 4)), (1, 4))
     return tl.load(place, mask=inside[None, :], other=0)
-
-
-@triton.jit
-def _widen(words, KIND: tl.constexpr):
-    if KIND == "bf16":
-        even = (words << 16).to(tl.float32, bitcast=True)
-        odd = (words & -65536).to(tl.float32, bitcast=True)
-    elif KIND == "fp16":
-        even = words.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-        odd = (words >> 16).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
-    else:
-        even = words.to(tl.int32).to(tl.float32, bitcast=True)
-        odd = (words >> 32).to(tl.int32).to(tl.float32, bitcast=True)
-    return even, odd
 
 
 @triton.jit

@@ -21,7 +21,7 @@ from nvfp4cli.cli.app import main
         (["frobnicate"], "No such command 'frobnicate': see `nvfp4 --help`"),
         (["quantize"], "Missing argument '.*': see `nvfp4 quantize --help`"),
         (["quantize", "M", "O", "more"], "more.*: see `nvfp4 quantize --help`"),
-        (["quantize", "M", "O", "--frob"], "No such option: --frob.*: see `nvfp4 quantize --help`"),
+        (["quantize", "M", "O", "--frob"], "No such option.*--frob.*: see `nvfp4 quantize --help`"),
         (["quantize", "M", "O", "--layout"], "--layout.* requires an argument.*: see `nvfp4"),
         (["quantize", "M", "O", "--seed", "x"], "--seed.*: see `nvfp4 quantize --help`"),
         (["quantize", "M", "O", "--seed", "-1"], "--seed is -1: give a whole number"),
