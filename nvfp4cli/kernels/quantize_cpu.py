@@ -68,7 +68,8 @@ def amax_cpu(weight: Tensor) -> float:
         maxima.extend([nvfp4.amax(weight[start : start + rows]) for start in starts])
 
     _share(reduce, range(0, n, rows), threads)
-    return torch.tensor(maxima).max().item()  # unlike Python's, this maximum keeps a NaN
+    # Unlike Python's, this maximum keeps a NaN.
+    return torch.tensor(maxima, dtype=torch.float64).max().item()
 
 
 def quantize_cpu(weight: Tensor, scale: GlobalScale) -> Quantized:

@@ -111,7 +111,7 @@ def test_block_scales_are_rounded_as_the_reference_does():
     assert torch.equal(out, expected.clamp(min=1))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
 def test_amax_shows_a_value_that_is_not_finite(dtype, bad, two_threads):
     weight = torch.randn(64, 512).to(dtype)
