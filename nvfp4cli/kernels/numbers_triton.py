@@ -1,4 +1,4 @@
-"""The numbers of `formats` as Triton functions: exact widening, E4M3 and E2M1 rounding, divisions.
+"""The numbers of `formats` as Triton functions: E4M3 and E2M1 rounding, divisions, packing.
 
 Nothing here depends on how a backend rounds a cast, divides, fuses or treats subnormals: scales and
 codes are rounded with additions and integers, divisions are IEEE's, and kernels are launched with
@@ -25,16 +25,6 @@ _LARGEST_FAST = tl.constexpr(4.0)
 def in_ptx(kernel: object) -> bool:
     """True where `kernel` is compiled for an NVIDIA GPU, so that inline PTX can be used."""
     return isinstance(kernel, triton.JITFunction) and torch.version.cuda is not None
-
-
-@triton.jit
-def to_fp32(x: tl.tensor) -> tl.tensor:
-    """Exact widening of bf16, fp16 or fp32. The interpreter's own is wrong for bf16 subnormals."""
-    if x.dtype == tl.bfloat16:
-        bits = x.to(tl.uint16, bitcast=True).to(tl.uint32) << 16
-        return bits.to(tl.float32, bitcast=True)
-    else:
-        return x.to(tl.float32)
 
 
 @triton.jit

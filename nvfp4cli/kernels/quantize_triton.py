@@ -1,7 +1,7 @@
 """NVFP4 encoding in Triton: load, rotate, find block maxima, scale and pack in one pass.
 
 A thread holds one whole block of 16 in registers, so that up to the 16-point rotation nothing is
-exchanged between threads. Not memory is the limit but instructions: 15 for a value keep the time
+exchanged between threads. Not memory is the limit but instructions: 17 for a value keep the time
 within a tenth of a copy's on an H200 (scripts/bench_kernels.py).
 """
 
