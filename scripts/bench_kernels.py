@@ -3,8 +3,9 @@
 
     python scripts/bench_kernels.py [--shapes 8192x8192,1x8192] [--csv FILE] [--only TEXT]
 
-Each kernel's bits are compared with the reference first; a difference ends the run. Times are
-medians of triton.testing.do_bench, of CUDA graphs so that the time of launching from Python is left
+Each kernel's bits are compared with the reference first; a difference ends the run. The rows
+"other:" are what there was before: eager torch, a plain Triton kernel, torchao where installed.
+Times are medians of triton.testing.do_bench, of CUDA graphs so that the time of launching from Python is left
 out, the L2 cache flushed before each. "x copy" is the time over that of a device copy
 that reads and writes the same number of bytes in all, timed in the same run.
 """
@@ -15,18 +16,26 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from functools import cache
 from pathlib import Path
 
 import torch
 import triton
+from kernel_baselines import (
+    compiled_gated,
+    compiled_quantize,
+    compiled_rotated,
+    eager,
+    plain_triton,
+    sylvester,
+    three_kernels,
+    torchao,
+)
 from torch import Tensor
 from triton.testing import do_bench
 
 from nvfp4cli import kernels
-from nvfp4cli.formats import e2m1, mxfp4, nvfp4, rotation, swizzle
-from nvfp4cli.formats.nvfp4 import BLOCK, GlobalScale
-from nvfp4cli.rotate.hadamard import hadamard
+from nvfp4cli.formats import mxfp4, nvfp4, rotation, swizzle
+from nvfp4cli.formats.nvfp4 import GlobalScale
 
 SHAPES = "1x8192,128x8192,8192x8192,32768x8192"
 BITS = 256  # rows whose bits are compared, with the reference on the CPU
@@ -49,13 +58,13 @@ class Row:
 class Case:
     """A kernel and what it is measured against.
 
-    run: on inputs of the shape. reference: the tensors that it must return. compiled, unfused: the
-    same work by torch.compile and by separate kernels, or None.
+    run: on inputs of the shape. reference: the tensors that it must return, None for other code.
+    compiled, unfused: the same work by torch.compile and by separate kernels, or None.
     """
 
     name: str
     run: Callable[[], tuple[Tensor, ...]]
-    reference: Callable[[], tuple[Tensor, ...]]
+    reference: Callable[[], tuple[Tensor, ...]] | None
     inputs: tuple[Tensor, ...]
     compiled: Callable[[], object] | None = None
     unfused: Callable[[], object] | None = None
@@ -150,7 +159,22 @@ def cases(n: int, k: int) -> list[Case]:
              lambda: (rotation.block_hadamard(x, 16).abs().max(),), (x,)),
         *_decoding(x, plain),
         *_whole_rows(x, up),
+        *_others(x, plain, rotated),
     ]  # fmt: skip
+
+
+def _others(x: Tensor, plain: GlobalScale, rotated: GlobalScale) -> list[Case]:
+    """The same work by other code, as fast as it gets."""
+    others = [
+        Case("other: eager torch", lambda: eager(x, plain.multiplier), None, (x,)),
+        Case("other: plain Triton", lambda: plain_triton(x, plain.multiplier, False), None, (x,)),
+        Case("other: plain Triton, H16",
+             lambda: plain_triton(x, rotated.multiplier, True), None, (x,)),
+    ]  # fmt: skip
+    if quantize := torchao():
+        scale = torch.tensor(plain.multiplier, device="cuda")
+        others.append(Case("other: torchao, compiled", lambda: quantize(x, scale), None, (x,)))
+    return others
 
 
 def _whole_rows(x: Tensor, up: Tensor) -> list[Case]:
@@ -219,6 +243,8 @@ def scale_of(x: Tensor, **options: object) -> GlobalScale:
 
 def check(case: Case) -> None:
     """End the run if a bit differs from the reference, which may have the first rows only."""
+    if case.reference is None:
+        return
     for found, wanted in zip(case.run(), case.reference(), strict=True):
         expected = wanted.cpu().flatten().view(torch.uint8)
         # Whole tiles of rows come first in both orders of the scales.
@@ -265,64 +291,6 @@ def line(row: Row) -> str:
         f"{row.kernel:34}{row.shape:>12}{row.us:10.1f} us{row.tb_per_s:7.2f} TB/s"
         f"{row.of_copy:7.2f} x copy{others} x compiled, unfused"
     )
-
-
-@cache
-def sylvester() -> Tensor:
-    return (hadamard(16).float() / 4).to("cuda", torch.bfloat16)
-
-
-@cache
-def compiled_quantize() -> Callable[..., tuple[Tensor, Tensor]]:
-    return torch.compile(eager)
-
-
-@cache
-def compiled_rotated() -> Callable[..., tuple[Tensor, Tensor]]:
-    return torch.compile(lambda x, h, g: eager((x.view(-1, 16) @ h).view(x.shape), g))
-
-
-@cache
-def compiled_gated() -> Callable[..., tuple[Tensor, Tensor]]:
-    def gated(gate: Tensor, up: Tensor, h: Tensor, g: float) -> tuple[Tensor, Tensor]:
-        y = torch.nn.functional.silu(gate) * up
-        return eager((y.view(-1, 16) @ h).view(y.shape), g)
-
-    return torch.compile(gated)
-
-
-def eager(x: Tensor, multiplier: float) -> tuple[Tensor, Tensor]:
-    """The reference's arithmetic in the fewest eager operations, for torch.compile."""
-    scale, blocks = scales(x, multiplier)
-    return codes(blocks, scale, multiplier), scale
-
-
-def scales(x: Tensor, multiplier: float) -> tuple[Tensor, Tensor]:
-    blocks = x.view(-1, BLOCK).float()
-    ratio = blocks.abs().amax(dim=1) / 6 / multiplier
-    return ratio.clamp(max=448).to(torch.float8_e4m3fn), blocks
-
-
-def codes(blocks: Tensor, scale: Tensor, multiplier: float) -> Tensor:
-    decoded = scale.float() * multiplier
-    y = blocks * torch.where(decoded > 0, 1 / decoded, 0.0)[:, None]
-    return e2m1.pack(e2m1.encode(y))
-
-
-@cache
-def _stages() -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
-    return (
-        torch.compile(lambda x, g: scales(x, g)[0]),
-        torch.compile(lambda x, s, g: codes(x.view(-1, BLOCK).float(), s, g)),
-    )
-
-
-def three_kernels(x: Tensor, multiplier: float) -> tuple[Tensor, Tensor]:
-    """Rotate through memory, reduce to scales, encode: each a kernel of its own."""
-    rotated = (x.view(-1, 16) @ sylvester()).view(x.shape)
-    find_scales, encode = _stages()
-    scale = find_scales(rotated, multiplier)
-    return encode(rotated, scale, multiplier), scale
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
 """Orthogonal matrices for the offline rotations R1 (hidden size) and R2 (head size).
 
-Hadamard matrices come from three constructions, without tables: doubling (Sylvester 1867) and the
-two of Paley, "On orthogonal matrices" (1933). With a prime q they give the orders 2^k, q + 1 for
-q = 3 mod 4 and 2(q + 1) for q = 1 mod 4; a Kronecker product of two Hadamard matrices is one too.
+Hadamard matrices come from four constructions: doubling (Sylvester 1867), the two of Paley, "On
+orthogonal matrices" (1933), and for the orders 92 and 172 that of Williamson, "Hadamard's
+determinant theorem and the sum of four squares" (1944). With a prime q the first three give the
+orders 2^k, q + 1 for q = 3 mod 4 and 2(q + 1) for q = 1 mod 4; a Kronecker product of two Hadamard
+matrices is one too.
 """
 
 import hashlib
@@ -18,6 +20,14 @@ from nvfp4cli.errors import RecipeError, UnsupportedError
 
 KINDS = ("hadamard", "block", "qr")
 BLOCKS = (128, 64, 32, 16)  # a multiple of the 16 values that share an NVFP4 scale
+
+# Four symmetric circulant matrices of order n whose squares add up to 4 n I give one of order 4 n.
+# Their first rows are +1 at 0 and constant on the orbits of the multiplications by `generator` and
+# by -1; one sign an orbit, ordered by their smallest members.
+_WILLIAMSON = {
+    92: (1, ("++++-++---+", "-+++--++-+-", "-+--+++++--", "--++-+-+---")),
+    172: (6, ("++++---", "++----+", "+-+-+-+", "-++--++")),
+}
 
 _CHUNK = 1 << 18  # elements rotated at a time: 1 MiB in fp32, so temporaries stay in the cache
 
@@ -38,9 +48,9 @@ def hadamard(n: int) -> Tensor:
 def hadamard_factors(n: int) -> tuple[Tensor, Tensor]:
     """int8 [a, a] and [b, b] Hadamard matrices with a b = n, whose Kronecker product has order n.
 
-    Where one Paley matrix suffices, b is a power of two. Of all such pairs a + b, the cost of
-    applying them, is the smallest: 8192 = 128 x 64, 2880 = 180 x 16, 5120 = 80 x 64. Only where
-    it does not, both factors hold a Paley matrix: 1360 = 68 x 20.
+    Where one matrix that is not doubled suffices, b is a power of two. Of all such pairs a + b, the
+    cost of applying them, is the smallest: 8192 = 128 x 64, 2880 = 180 x 16, 11008 = 172 x 64. Only
+    where it does not, both factors hold such a matrix: 1360 = 68 x 20.
 
     Raises UnsupportedError where no construction gives the order.
     """
@@ -48,11 +58,11 @@ def hadamard_factors(n: int) -> tuple[Tensor, Tensor]:
     if orders is None:
         raise UnsupportedError(
             f"There is no Hadamard matrix of size {n} here, because {n} is not a power of two "
-            "times at most two Paley orders (q + 1 for a prime q = 3 mod 4, 2(q + 1) for a prime "
-            f"q = 1 mod 4): use {_alternatives(n)}."
+            "times at most two of the orders q + 1 for a prime q = 3 mod 4, 2(q + 1) for a prime "
+            f"q = 1 mod 4, 92 and 172: use {_alternatives(n)}."
         )
     left, right = orders
-    return _single_paley(left), _single_paley(right)
+    return _doubled(left), _doubled(right)
 
 
 def _alternatives(n: int) -> str:
@@ -68,18 +78,18 @@ def _balanced_orders(n: int) -> tuple[int, int] | None:
         return not _is_power_of_two(right), left + right, right
 
     pairs = ((a, n // a) for a in range(1, n + 1) if n % a == 0)
-    buildable = (pair for pair in pairs if all(_paley_order(order) for order in pair))
+    buildable = (pair for pair in pairs if all(_core_order(order) for order in pair))
     return min(buildable, key=preference, default=None)
 
 
-def _paley_order(n: int) -> int:
-    """The smallest order of a Paley matrix, or 1, that times a power of two is n; 0 if none is."""
+def _core_order(n: int) -> int:
+    """The smallest order of a matrix here, or 1, that times a power of two is n; 0 if none is."""
     if _is_power_of_two(n):
         return 1
-    # Both constructions give multiples of 4, and every candidate has the odd part of n.
+    # All constructions give multiples of 4, and every candidate has the odd part of n.
     order = 4 * (n // (n & -n))
     while n % order == 0:
-        if _is_paley_1(order) or _is_paley_2(order):
+        if _is_paley_1(order) or _is_paley_2(order) or order in _WILLIAMSON:
             return order
         order *= 2
     return 0
@@ -101,11 +111,13 @@ def _is_prime(q: int) -> bool:
     return q > 1 and all(q % p for p in range(2, math.isqrt(q) + 1))
 
 
-def _single_paley(n: int) -> Tensor:
-    """int8 [n, n]: a Paley matrix (or [[1]]) doubled until it has order n."""
-    order = _paley_order(n)
+def _doubled(n: int) -> Tensor:
+    """int8 [n, n]: one matrix of the constructions (or [[1]]) doubled until it has order n."""
+    order = _core_order(n)
     if order == 1:
         matrix = torch.ones(1, 1, dtype=torch.int8)
+    elif order in _WILLIAMSON:
+        matrix = _williamson(order)
     elif _is_paley_1(order):
         matrix = _paley_1(order - 1)
     else:
@@ -145,6 +157,28 @@ def _bordered_jacobsthal(q: int) -> Tensor:
     bordered[1:, 1:] = chi[(residues[:, None] - residues) % q]
     bordered[0, 0] = 0
     return bordered
+
+
+def _williamson(order: int) -> Tensor:
+    """int8 [order, order] from four symmetric circulant matrices, which commute."""
+    n = order // 4
+    generator, rows = _WILLIAMSON[order]
+    indices = torch.arange(n)[:, None] - torch.arange(n)
+    a, b, c, d = (_constant_on_orbits(n, generator, signs)[indices % n] for signs in rows)
+    columns = [(a, -b, -c, -d), (b, a, -d, c), (c, d, a, -b), (d, -c, b, a)]
+    return torch.cat([torch.cat(column) for column in columns], dim=1)
+
+
+def _constant_on_orbits(n: int, generator: int, signs: str) -> Tensor:
+    """int8 [n] of +-1; see `_WILLIAMSON`."""
+    row = torch.zeros(n, dtype=torch.int8)
+    row[0] = 1
+    for sign in signs:
+        member = int((row == 0).nonzero()[0])
+        while row[member] == 0:
+            row[[member, -member]] = 1 if sign == "+" else -1
+            member = member * generator % n
+    return row
 
 
 def derive_seed(seed: int, *labels: str | int) -> int:
