@@ -5,9 +5,9 @@
 
 Each kernel's bits are compared with the reference first; a difference ends the run. The rows
 "other:" are what there was before: eager torch, a plain Triton kernel, torchao where installed.
-Times are medians of triton.testing.do_bench, of CUDA graphs so that the time of launching from Python is left
-out, the L2 cache flushed before each. "x copy" is the time over that of a device copy
-that reads and writes the same number of bytes in all, timed in the same run.
+Times are medians of triton.testing.do_bench, of CUDA graphs so that the time of launching from
+Python is left out, the L2 cache flushed before each. "x copy" is the time over that of a device
+copy that reads and writes the same number of bytes in all, timed in the same run.
 """
 
 import argparse
