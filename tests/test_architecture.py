@@ -28,9 +28,10 @@ ARROWS: dict[str, set[str]] = {
     "layouts": {"formats", "checkpoint"},
     "plan": {"recipe", "models", "rotate", "checkpoint", "layouts", "formats"},
     "describe": {"formats", "kernels", "rotate", "models", "checkpoint", "layouts"},
-    "evaluate": {"formats", "kernels", "rotate", "checkpoint", "layouts"},
-    "pipeline": {"plan", "kernels", "formats", "rotate", "checkpoint", "layouts"},
+    "evaluate": {"formats", "kernels", "rotate", "models", "checkpoint", "layouts"},
+    "pipeline": {"plan", "kernels", "formats", "rotate", "models", "checkpoint", "layouts"},
     "study": {"formats", "rotate", "models", "checkpoint", "layouts"},
+    "check": {"recipe", "checkpoint", "plan", "pipeline"},
 }
 ARROWS["cli"] = set(ARROWS)
 
@@ -39,7 +40,7 @@ PLACES = {
     "triton": ("kernels/",),
     "typer": ("cli/",),
     "rich": ("cli/",),
-    "transformers": ("evaluate/",),
+    "transformers": ("evaluate/", "check/"),
     "matplotlib": ("study/plot.py",),
     "huggingface_hub": ("checkpoint/hub.py", "checkpoint/remote.py", "evaluate/text.py"),
 }

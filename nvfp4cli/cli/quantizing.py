@@ -171,7 +171,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
         "layout": plan.layout.NAME if plan.layout else "none",
         "scheme": _scheme(plan),
         "rotation": plan.facts.rotation,
-        "source_bytes": plan.weights.checkpoint.nbytes,
+        "source_bytes": plan.source.checkpoint.nbytes,
         "totals": plan.totals(),
     }
 
@@ -186,7 +186,7 @@ def _print_summary(plan: Plan, out: Path, seconds: float) -> None:
     totals = plan.totals()
     share = totals["quantized_parameters"] / max(1, totals["parameters"])
     console.line(
-        f"{out}: {console.size(plan.weights.checkpoint.nbytes)} -> "
+        f"{out}: {console.size(plan.source.checkpoint.nbytes)} -> "
         f"{console.size(totals['bytes'])} in {seconds:.1f} s, "
         f"{totals['bits_per_parameter']:.2f} bits per parameter, "
         f"{share:.1%} of the parameters in NVFP4"

@@ -20,8 +20,9 @@ from nvfp4cli.describe.record import Violation, Weight
 from nvfp4cli.describe.values import decode, same_bytes
 from nvfp4cli.errors import CheckpointError, UnsupportedError
 from nvfp4cli.layouts import open_weights
-from nvfp4cli.models.sizes import Sizes
-from nvfp4cli.models.spec import ArchSpec, Claim
+from nvfp4cli.models.claims import Claim, recognize
+from nvfp4cli.models.pieces import Piece, matrix_shape, pieces, transposed, upright
+from nvfp4cli.models.spec import ArchSpec
 from nvfp4cli.rotate import fold
 from nvfp4cli.rotate.fold import Rotations
 
@@ -103,10 +104,11 @@ def compare(
         info = original.info(weight.name)
         if info is None or weight.name in unreadable:
             continue
-        if weight.shape != info.shape:
+        shape = original.shape(weight)
+        if weight.shape != shape:
             message = (
                 f"{weight.name} has shape {list(weight.shape or ())} and its source "
-                f"{list(info.shape)}: check that {name} is the source."
+                f"{list(shape)}: check that {name} is the source."
             )
             found.append(Violation(weight.name, "source-shape", message))
             continue
@@ -131,8 +133,8 @@ def compare(
 class _Original:
     """The source under the names that the checkpoint gives its tensors.
 
-    claims: what the rotations touch, empty without any. tied: head -> embedding, where the source
-    ties them.
+    claims: by the checkpoint's names, of what the spec knows. tied: head -> embedding, where the
+    source ties them. parts: an expert's tensor -> the source's that holds it, and which part.
     """
 
     checkpoint: Checkpoint
@@ -140,52 +142,100 @@ class _Original:
     rotations: Rotations | None
     claims: dict[str, Claim | None]
     tied: dict[str, str]
+    parts: dict[str, tuple[str, Piece]]
 
     @classmethod
     def of(
         cls, source: Checkpoint, spec: ArchSpec | None, record: folder.Record | None
     ) -> "_Original":
-        config = source.config
-        tied = {}
-        if spec is not None and spec.tied(config):
-            tied = {f"{m.pattern}.weight": f"{m.tied_to}.weight" for m in spec.modules if m.tied_to}
-        elif spec is None and config.get("tie_word_embeddings"):
-            tied = dict([_TIED])
-        if record is None or record.names == "none":
-            return cls(source, spec, None, {}, tied)
+        rotated = record is not None and record.names != "none"
         if spec is None:
-            raise UnsupportedError(
-                f"The checkpoint is rotated and there is no spec of {config.get('model_type')!r} "
-                "to rotate the source with: leave out --against."
-            )
-        rotations = Rotations.of(
-            record.names, record.kind, record.seed, Sizes(config, spec.defaults).completed()
-        )
-        claims = spec.claim(source.tensors, config)
-        for head in tied:
-            module = head.removesuffix(".weight")
-            head_spec = next(m for m in spec.modules if m.pattern == module)
-            claims[head] = Claim(head, module, "weight", head_spec, None)
-        return cls(source, spec, rotations, claims, tied)
+            if rotated:
+                raise UnsupportedError(
+                    f"The checkpoint is rotated and there is no spec of "
+                    f"{source.config.get('model_type')!r} to rotate the source with: leave out "
+                    "--against."
+                )
+            tied = dict([_TIED]) if source.config.get("tie_word_embeddings") else {}
+            return cls(source, None, None, {}, tied, {})
+        config = spec.language(source.config)
+        claims, _ = recognize(spec, source.tensors)
+        tied = {}
+        if spec.tied(config):
+            tied = {f"{m.pattern}.weight": f"{m.tied_to}.weight" for m in spec.heads}
+            for module in spec.heads:
+                head = f"{module.pattern}.weight"
+                claims[head] = Claim(head, module.pattern, "weight", module, None)
+        parts = {
+            f"{piece.module}.{one.part}": (one.tensor, piece)
+            for one in claims.values()
+            if one and one.spec.written_as
+            for piece in pieces(one, source.tensors[one.tensor].shape)
+        }
+        rotations = None
+        if rotated:
+            assert record is not None
+            sizes = spec.sizes(config)
+            rotations = Rotations.of(record.names, record.kind, record.seed, spec, sizes)
+        return cls(source, spec, rotations, claims, tied, parts)
+
+    def _place(self, name: str) -> tuple[str, Piece | None]:
+        """The source's tensor, and which part of it: a tied head is the embedding."""
+        return self.parts.get(name) or (self.tied.get(name, name), None)
 
     def info(self, name: str) -> TensorInfo | None:
-        """Where the source holds a tensor; for a tied head that is the embedding."""
-        return self.checkpoint.tensors.get(self.tied.get(name, name))
+        """Where the source holds a tensor."""
+        return self.checkpoint.tensors.get(self._place(name)[0])
 
-    def edits(self, name: str, shape: tuple[int, ...]) -> tuple[fold.Edit, ...]:
+    def _claim(self, name: str) -> Claim | None:
+        place, piece = self._place(name)
+        return self.claims.get(place if piece else name)
+
+    def shape(self, weight: Weight) -> tuple[int, ...]:
+        """What a weight's must be: quantised, a source's matrix may lie the other way round."""
+        place, piece = self._place(weight.name)
+        stored, one = self.checkpoint.tensors[place].shape, self._claim(weight.name)
+        if one is None or (piece is None and weight.format == "plain"):
+            return stored
+        matrix = matrix_shape(one, stored)
+        return (piece.rows, *matrix[1:]) if piece else matrix
+
+    def edits(self, name: str) -> tuple[fold.Edit, ...]:
         """What was done to the tensor before it was quantised."""
-        claim = self.claims.get(name)
-        if claim is None or self.spec is None or self.rotations is None:
+        one = self._claim(name)
+        if one is None or self.spec is None or self.rotations is None:
             return ()
-        return fold.edits(claim, self.spec, self.rotations, shape)
+        sizes = self.spec.sizes(self.spec.language(self.checkpoint.config))
+        shape = matrix_shape(one, self.checkpoint.tensors[self._place(name)[0]].shape)
+        return fold.edits(one, self.spec, self.rotations, sizes, shape)
+
+    def turned(self, name: str) -> bool:
+        """The tensor holds [in, out]."""
+        one = self._claim(name)
+        return one is not None and transposed(one)
+
+    def read(self, weight: Weight) -> Tensor:
+        """The source's values in the form of the weight, not edited yet."""
+        place, piece = self._place(weight.name)
+        if piece is not None:
+            assert piece.expert is not None
+            whole = self.checkpoint.read_rows(place, piece.expert, piece.expert + 1)[0]
+            return piece.of(whole)
+        data = self.checkpoint.read(place)
+        return upright(data, weight.format != "plain" and self.turned(weight.name))
 
 
 def _check_names(weights: dict[str, Weight], original: _Original, name: str) -> list[Violation]:
     """Every tensor of the source is there, and no other. A tied head may be there or not."""
     found = []
-    for missing in sorted(
-        original.checkpoint.tensors.keys() - weights.keys() - original.tied.keys()
-    ):
+    divided: dict[str, list[str]] = {}
+    for part, (whole, _) in original.parts.items():
+        divided.setdefault(whole, []).append(part)
+    wanted: set[str] = set()
+    for tensor in original.checkpoint.tensors.keys() - original.tied.keys():
+        apart = [part for part in divided.get(tensor, ()) if part in weights]
+        wanted.update(divided[tensor] if apart else [tensor])
+    for missing in sorted(wanted - weights.keys()):
         message = f"{missing} of {name} is missing: quantise the source again."
         found.append(Violation(missing, "source-missing", message))
     for extra in weights:
@@ -202,18 +252,21 @@ def _deviation(
     weight: Weight, info: TensorInfo, inventory: Inventory, original: _Original
 ) -> Deviation:
     checkpoint, source = inventory.checkpoint, original.checkpoint
-    edits = original.edits(weight.name, info.shape)
+    edits = original.edits(weight.name)
     if weight.format != "plain":
         kind: Literal["quantized", "edited", "copied"] = "quantized"
     else:
         own = checkpoint.tensors[weight.name]
         kind = "edited" if edits or own.dtype != info.dtype else "copied"
+        if kind == "copied" and weight.name in original.parts:
+            kind = "edited"  # its bytes lie apart in the source
         if kind == "copied" and same_bytes(own, checkpoint, info, source):
             return Deviation(weight.name, kind, math.inf, 0.0, 0.0, 0.0)
     stored = decode(weight, inventory)
-    expected = source.read(info.name)
+    expected = original.read(weight)
     changed = _changed_bits(stored, expected) if kind == "copied" else None
-    expected = fold.apply(expected, edits, source.read)
+    turned = weight.format == "plain" and original.turned(weight.name)
+    expected = fold.apply(expected, edits, source.read, transposed=turned)
     return Deviation(weight.name, kind, *_errors(expected, stored), changed)
 
 

@@ -63,14 +63,12 @@ def _quantization(config: dict[str, Any]) -> dict[str, Any] | None:
 
 def _with_tied_head(inventory: Inventory) -> dict[str, Weight]:
     """The linear modules, and a head without a tensor of its own: engines build one for it."""
-    config = inventory.checkpoint.config
     spec = spec_of(inventory.checkpoint)
     found = dict(inventory.linears)
-    if spec is not None and spec.tied(config):
-        for module in spec.modules:
-            if module.tied_to:
-                head = Weight(f"{module.pattern}.weight", "plain", None, ())
-                found.setdefault(module.pattern, head)
+    if spec is not None and spec.tied(spec.language(inventory.checkpoint.config)):
+        for module in spec.heads:
+            head = Weight(f"{module.pattern}.weight", "plain", None, ())
+            found.setdefault(module.pattern, head)
     return found
 
 

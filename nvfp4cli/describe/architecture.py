@@ -1,16 +1,15 @@
 """Invariants between the tensors and the architecture: their names, the head, fused layers."""
 
 from collections.abc import Iterator
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 from nvfp4cli.checkpoint.reader import Checkpoint
 from nvfp4cli.describe.inventory import Inventory
 from nvfp4cli.describe.record import Violation, Weight
 from nvfp4cli.describe.values import same_bytes
-from nvfp4cli.errors import UnsupportedError
+from nvfp4cli.errors import CheckpointError, UnsupportedError
 from nvfp4cli.models import spec as specs
+from nvfp4cli.models.claims import claim, fused_module
 from nvfp4cli.models.spec import ArchSpec
 
 # What engines merge at load time, by the last part of a module's name, where no spec tells.
@@ -27,19 +26,15 @@ _HEADS = ("lm_head", "embed_out", "output", "head")
 
 def spec_of(checkpoint: Checkpoint) -> ArchSpec | None:
     """The spec of the checkpoint's model_type, stored beside it or the tool's own, if any."""
-    model_type = str(checkpoint.config.get("model_type"))
-    return _spec(model_type, specs.beside(checkpoint.folder, model_type))
-
-
-@cache
-def _spec(model_type: str, path: Path | None) -> ArchSpec | None:
-    return specs.load(model_type, path) if path else None
+    path = specs.beside(checkpoint.folder, checkpoint.config.get("model_type"))
+    return specs.load_for(checkpoint.config, checkpoint.tensors.keys(), path) if path else None
 
 
 def check_architecture(inventory: Inventory) -> Iterator[Violation]:
     """Every tensor the model_type has, and no other; the output head tied or not, as is said."""
     checkpoint = inventory.checkpoint
-    config, spec = checkpoint.config, spec_of(checkpoint)
+    spec = spec_of(checkpoint)
+    config = spec.language(checkpoint.config) if spec else checkpoint.config
     tied = _tied(config, spec)
     modules = {
         weight.module: weight for weight in inventory.weights if weight.name.endswith(".weight")
@@ -54,10 +49,10 @@ def check_architecture(inventory: Inventory) -> Iterator[Violation]:
             "engines make up a random one: set it to true, or complete the checkpoint."
         )
         yield Violation(None, "head", message)
-    if spec is not None and "num_hidden_layers" in config:
+    if spec is not None:
         try:
-            spec.claim([weight.name for weight in inventory.weights], config)
-        except UnsupportedError as error:
+            claim(spec, [weight.name for weight in inventory.weights], config)
+        except (UnsupportedError, CheckpointError) as error:
             yield Violation(None, "architecture", str(error))
 
 
@@ -67,7 +62,7 @@ def fused_groups(inventory: Inventory) -> list[tuple[str, list[Weight]]]:
     groups: dict[str, list[Weight]] = {}
     for module, weight in inventory.linears.items():
         parent, _, leaf = module.rpartition(".")
-        fused = spec.fused_module(module) if spec else None
+        fused = fused_module(spec, module) if spec else None
         if fused is None and leaf in _MERGED:
             fused = f"{parent}.{_MERGED[leaf]}"
         if fused is not None:

@@ -1,6 +1,8 @@
 """The YAML file of an architecture spec: its keys, and what it takes over from another one."""
 
+import copy
 from collections.abc import Hashable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +17,13 @@ _KINDS: dict[str, tuple[type, str]] = {
     "model_type": (str, "a text"),
     "extends": (str, "a text"),
     "norm_gain": (str, "a text"),
+    "norm_kind": (str, "a text"),
+    "experts": (str, "the entry of config.json that counts them"),
+    "wraps": (str, "the entry of config.json that describes the language model"),
+    "language_type": (str, "a model_type"),
+    "prefixes": (dict, "a mapping"),
+    "value_path": (dict, "a mapping"),
+    "refuse": (dict, "a mapping"),
     "tied_by_default": (bool, "true or false"),
     "modules": (dict, "a mapping"),
     "keep": (list, "a list"),
@@ -44,16 +53,17 @@ def read(path: Path) -> dict[str, Any]:
             )
         base = read(SPECS / f"{base_name}.yaml")
         merged = {key: {**base.get(key, {}), **document.get(key, {})} for key in _MERGED}
+        merged["modules"] = {k: v for k, v in merged["modules"].items() if v is not None}
         keep = [*base.get("keep", ()), *document.get("keep", ())]
         document = {**base, **document, **merged, "keep": keep}
-    if not document.get("modules"):
+    if not document.get("modules") and "wraps" not in document:
         raise UnsupportedError(f"{path} describes no modules: give it some, as llama.yaml does.")
     return document
 
 
 def _parse(path: Path) -> dict[str, Any]:
     try:
-        document = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
+        document = copy.deepcopy(_loaded(path.read_text(encoding="utf-8")))
     except (yaml.YAMLError, OSError, UnicodeDecodeError) as error:
         raise UnsupportedError(
             f"{path} is not a readable YAML file ({_reason(error)}): correct it."
@@ -61,6 +71,15 @@ def _parse(path: Path) -> dict[str, Any]:
     if not isinstance(document, dict) or "model_type" not in document:
         raise UnsupportedError(f"{path} is no architecture spec: give it a model_type.")
     return document
+
+
+@cache
+def _loaded(text: str) -> Any:
+    return yaml.load(text, _UniqueKeys)
+
+
+def _is_names(value: object) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
 
 
 class _UniqueKeys(yaml.SafeLoader):
@@ -97,6 +116,9 @@ def _check_keys(path: Path, document: dict[str, Any]) -> None:
          "true, false, or an entry of config.json"),
         ("defaults", document.get("defaults", {}).values(), sizes.is_default,
          "a number, or an expression such as hidden_size // num_attention_heads"),
+        ("value_path", document.get("value_path", {}).values(), sizes.is_expression, "a size"),
+        ("refuse", document.get("refuse", {}).values(), lambda v: isinstance(v, str), "a reason"),
+        ("prefixes", document.get("prefixes", {}).values(), _is_names, "a list of names"),
         ("multiples", document.get("multiples", {}).values(), sizes.is_expression, "a size"),
     )  # fmt: skip
     for key, found, fits, words in values:

@@ -1,22 +1,31 @@
 """Sizes by the names of config.json, and the expressions in which a spec writes shapes.
 
-`num_attention_heads * head_dim` is computed from left to right with `*` and `//`; `at least
-vocab_size` is an axis that may be longer.
+An expression is Python arithmetic over names and whole numbers with `+`, `-`, `*`, `//` and
+parentheses: `num_attention_heads * head_dim`. `at least vocab_size` is an axis that may be longer.
 """
 
+import ast
+import operator
 import re
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 from nvfp4cli.errors import CheckpointError
 
 _AT_LEAST = "at least "
-_EXPRESSION = re.compile(r"[a-z_]\w*( (\*|//) [a-z_]\w*)*", re.IGNORECASE)
+_OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.FloorDiv: operator.floordiv,
+}
 
 
 def is_expression(value: object) -> bool:
-    """True for names of sizes, joined by operators between spaces."""
-    return isinstance(value, str) and bool(_EXPRESSION.fullmatch(value))
+    """True for names of sizes and whole numbers, joined by operators."""
+    return isinstance(value, str) and _parse(value) is not None
 
 
 def is_axis(value: object) -> bool:
@@ -27,6 +36,28 @@ def is_axis(value: object) -> bool:
 def is_default(value: object) -> bool:
     """True for a positive whole number or an expression."""
     return is_expression(value) or (type(value) is int and value > 0)
+
+
+@cache
+def _parse(expression: str) -> ast.expr | None:
+    try:
+        tree = ast.parse(expression, mode="eval").body
+    except SyntaxError:
+        return None
+    return tree if _is_arithmetic(tree) else None
+
+
+def _is_arithmetic(node: ast.expr) -> bool:
+    if isinstance(node, ast.BinOp):
+        known = type(node.op) in _OPERATORS
+        return known and _is_arithmetic(node.left) and _is_arithmetic(node.right)
+    return isinstance(node, ast.Name) or (
+        isinstance(node, ast.Constant) and type(node.value) is int
+    )
+
+
+def _names(node: ast.expr) -> Iterator[str]:
+    return (part.id for part in ast.walk(node) if isinstance(part, ast.Name))
 
 
 @dataclass(frozen=True)
@@ -45,8 +76,10 @@ class Sizes:
         if value is None:
             where = "by default"
             default = self.defaults.get(name)
-            # Of an expression every size must be in config.json.
-            value = Sizes(self.config, {}).of(default) if isinstance(default, str) else default
+            # Without the size itself, so that a circle of defaults ends in a missing one.
+            others = {key: other for key, other in self.defaults.items() if key != name}
+            derived = isinstance(default, str)
+            value = Sizes(self.config, others).of(default) if derived else default  # type: ignore[arg-type]
         if value is None:
             raise CheckpointError(f"config.json has no {name}: add it, or restore the file.")
         if type(value) is not int or value <= 0:
@@ -57,11 +90,14 @@ class Sizes:
 
     def of(self, expression: str) -> int:
         """The value of an expression."""
-        first, *rest = expression.split()
-        value = self[first]
-        for operator, name in zip(rest[::2], rest[1::2], strict=True):
-            value = value * self[name] if operator == "*" else value // self[name]
-        return value
+        tree = _parse(expression)
+        assert tree is not None
+        return self._value(tree)
+
+    def _value(self, node: ast.expr) -> int:
+        if isinstance(node, ast.BinOp):
+            return _OPERATORS[type(node.op)](self._value(node.left), self._value(node.right))
+        return self[node.id] if isinstance(node, ast.Name) else node.value  # type: ignore[attr-defined]
 
     def fits(self, axis: str, length: int) -> bool:
         """True where an axis of a tensor has the length that a shape demands."""
@@ -71,10 +107,11 @@ class Sizes:
     def explained(self, axis: str) -> str:
         """`num_attention_heads * head_dim is 4 * 16 = 64 in config.json (head_dim by default)`."""
         expression = axis.removeprefix(_AT_LEAST)
-        words = expression.split()
-        numbers = " ".join(str(self[word]) if word.isidentifier() else word for word in words)
-        total = f" = {self.of(expression)}" if len(words) > 1 else ""
-        absent = [w for w in words if w.isidentifier() and self.config.get(w) is None]
+        tree = _parse(expression)
+        assert tree is not None
+        numbers = re.sub(r"[a-z_]\w*", lambda m: str(self[m[0]]), expression, flags=re.IGNORECASE)
+        total = f" = {self.of(expression)}" if isinstance(tree, ast.BinOp) else ""
+        absent = [name for name in _names(tree) if self.config.get(name) is None]
         note = f" ({', '.join(absent)} by default)" if absent else ""
         return f"{expression} is {numbers}{total} in config.json{note}"
 

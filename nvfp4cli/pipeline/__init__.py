@@ -29,7 +29,6 @@ from nvfp4cli.pipeline.device import computed, on_device
 from nvfp4cli.pipeline.staging import Staging
 from nvfp4cli.pipeline.writing import PIECE_BYTES, Queue, emit
 from nvfp4cli.plan.record import Job, Plan
-from nvfp4cli.rotate import fold
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ def run(plan: Plan, out: Path, *, resume: bool = False, device: str = "cpu") -> 
     A weight that cannot be quantised leaves no output. Any other interruption leaves the complete
     shards for `resume`.
     """
-    source = plan.weights.checkpoint.folder
+    source = plan.source.checkpoint.folder
     _check_disk(plan, out)
     _check_copies(plan)
     with OutputFolder(out, source, _fingerprint(plan, device), resume) as folder:
@@ -78,7 +77,7 @@ def run(plan: Plan, out: Path, *, resume: bool = False, device: str = "cpu") -> 
 
 def _write(plan: Plan, out: Path, device: str) -> Iterator[Event]:
     """Shards, then sidecars, then what makes the folder loadable: config.json and the index."""
-    source = plan.weights.checkpoint.folder
+    source = plan.source.checkpoint.folder
     done = [shard.file for shard in _published(plan, out)]
     shards = writer.ShardWriter(out, plan.shards, done)
     try:
@@ -94,7 +93,7 @@ def _write(plan: Plan, out: Path, device: str) -> Iterator[Event]:
 
 def _files(plan: Plan) -> list[str]:
     """Every file of the output."""
-    source = plan.weights.checkpoint.folder
+    source = plan.source.checkpoint.folder
     return [*(shard.file for shard in plan.shards), INDEX, *plan.files, *sidecars(source)]
 
 
@@ -106,7 +105,7 @@ def _published(plan: Plan, out: Path) -> list[Shard]:
 
 def _check_copies(plan: Plan) -> None:
     """A stored head that config.json calls tied is left out; it must say the same."""
-    checkpoint = plan.weights.checkpoint
+    checkpoint = plan.source.checkpoint
     for head, embedding in plan.facts.copies:
         infos = [checkpoint.tensors[name] for name in (head, embedding)]
         same = infos[0].nbytes == infos[1].nbytes
@@ -132,7 +131,7 @@ def _fingerprint(plan: Plan, device: str) -> dict[str, Any]:
     Quantising gives the same bits everywhere, the matrix products of a rotation do not.
     """
     rotated = any(member.edits for member in plan.members)
-    checkpoint = plan.weights.checkpoint
+    checkpoint = plan.source.checkpoint
     files = {}
     for file in checkpoint.metadata:
         status = (checkpoint.folder / file).stat()
@@ -196,33 +195,37 @@ def _wanted(job: Job, shards: ShardWriter) -> bool:
 
 
 def _load(plan: Plan, job: Job) -> list[Result]:
-    """The data of each member."""
+    """The data of each member; members that lie in one expert's matrix share it."""
     loaded: list[Result] = []
+    experts: dict[tuple[str, int], Tensor] = {}
     for member in job.members:
         if member.action == "repack":
             loaded.append(plan.weights.stored(member.module, plan.weights.activations))
         elif member.streamed:
             loaded.append(None)
+        elif member.piece and member.piece.expert is not None:
+            place = member.source.name, member.piece.expert
+            if place not in experts:
+                experts[place] = plan.source.read_index(*place)
+            loaded.append(experts[place])
         else:
-            loaded.append(plan.weights.checkpoint.read(member.source.name))
+            loaded.append(plan.source.read(member.source.name))
     return loaded
 
 
 def _compute(plan: Plan, job: Job, loaded: list[Result]) -> tuple[list[Result], list[str]]:
     """What is to be written of each member, and warnings."""
-    read = plan.weights.checkpoint.read
+    read = plan.source.read
     if job.members[0].action == "quantize":
         tensors = [data for data in loaded if isinstance(data, Tensor)]
         loaded.clear()  # so that each source is freed once it has been folded
         for i, member in enumerate(job.members):
-            if member.edits:
-                tensors[i] = fold.apply(tensors[i], member.edits, read)
-            tensors[i] = compute.encodable(tensors[i])
+            tensors[i] = compute.encodable(compute.edited(member, tensors[i], read))
         maxima = [kernels.amax(tensor) for tensor in tensors]
         compute.check_maxima(job, maxima, read)
         return compute.quantized(job, tensors, maxima)
     for i, member in enumerate(job.members):
         if isinstance(data := loaded[i], Tensor):
-            edited = fold.apply(data, member.edits, read)
-            loaded[i] = compute.rounded(edited, member, read)
+            edited = compute.edited(member, data, read)
+            loaded[i] = compute.rounded(edited, member, read).contiguous()
     return loaded, []

@@ -10,6 +10,7 @@ from nvfp4cli import kernels
 from nvfp4cli.errors import WeightError
 from nvfp4cli.formats import nvfp4
 from nvfp4cli.layouts.record import Stored
+from nvfp4cli.models.pieces import upright
 from nvfp4cli.plan.record import Job, Member
 from nvfp4cli.rotate import fold
 
@@ -37,10 +38,25 @@ def quantized(
             size = "holds only zeros" if maxima[i] == 0 else f"is at most {maxima[i]:.1e}"
             warnings.append(f"{member.name} {size}: it is stored as zeros.")
         if nvfp4.vanishes(group):
-            results.append(Stored(nvfp4.zeros(*member.source.shape)))
+            results.append(Stored(nvfp4.zeros(*member.shape)))
         else:
             results.append(Stored(kernels.quantize(tensors[i], scale)))
     return results, warnings
+
+
+def matrix(member: Member, stored: Tensor) -> Tensor:
+    """What a member is made of, [out, in] or [out]; stored: its tensor or, of experts, its own."""
+    return member.piece.of(stored) if member.piece else upright(stored, member.transposed)
+
+
+def edited(member: Member, data: Tensor, read: fold.Read) -> Tensor:
+    """The member, or rows of it, as it is written or encoded; in fp32 or fp64 where edited."""
+    if member.piece or member.action == "quantize":
+        whole = matrix(member, data)
+        return fold.apply(whole, member.edits, read) if member.edits else whole
+    if not member.edits:
+        return data
+    return fold.apply(data, member.edits, read, transposed=member.transposed)
 
 
 def encodable(tensor: Tensor) -> Tensor:

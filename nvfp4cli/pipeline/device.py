@@ -1,5 +1,6 @@
 """Jobs on a GPU: read, copied there, computed, copied back and written at the same time."""
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -8,28 +9,33 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from nvfp4cli.checkpoint.reader import Checkpoint, TensorInfo
 from nvfp4cli.checkpoint.writer import ShardWriter
 from nvfp4cli.errors import UnsupportedError
 from nvfp4cli.kernels.threads import single_threaded
+from nvfp4cli.layouts.sources import Source, SourceTensor
 from nvfp4cli.pipeline import compute
 from nvfp4cli.pipeline.staging import PINNED_BYTES, Loaded, Numbers, Staging
 from nvfp4cli.pipeline.writing import Queue, emit, exported
-from nvfp4cli.plan.record import Job, Plan
-from nvfp4cli.rotate import fold
+from nvfp4cli.plan.record import Job, Member, Plan
 
 # Source bytes of a turn of rows: a fold holds about six times as much.
 TILE_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
-class _Source:
-    """Bytes [start, stop) of a stored tensor, and the shape they have."""
+class _Span:
+    """[first, last) along the first axis of a tensor, and the shape that it has."""
 
-    info: TensorInfo
-    start: int
-    stop: int
+    name: str
+    first: int
+    last: int
     shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are copied to the device."""
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
@@ -47,22 +53,33 @@ class Turn:
         """True for the turn that completes its job."""
         return self.rows is None or self.rows[1] == self.job.members[0].shape[0]
 
-    def sources(self, checkpoint: Checkpoint) -> list[_Source]:
-        """What is read: of each member, in order, then whole tensors that edits need."""
-        infos = [member.source for member in self.job.members]
-        names = [n for member in self.job.members for edit in member.edits for n in edit.reads]
-        needed = [_whole(checkpoint.tensors[name]) for name in dict.fromkeys(names)]
+    def span(self, member: Member) -> _Span:
+        """What is read of a member; parts of one expert's matrix have the same."""
+        tensor = member.source
+        if member.piece and member.piece.expert is not None:
+            first = member.piece.expert
+            return _Span(tensor.name, first, first + 1, tensor.shape[1:], _read_dtype(tensor))
         if self.rows is None:
-            return [*map(_whole, infos), *needed]
-        start, stop = self.rows
-        (info,) = infos
-        row = info.nbytes // info.shape[0]
-        shape = (stop - start, *info.shape[1:])
-        return [_Source(info, start * row, stop * row, shape), *needed]
+            return _whole(tensor)
+        first, last = self.rows
+        shape = (last - first, *tensor.shape[1:])
+        return _Span(tensor.name, first, last, shape, _read_dtype(tensor))
+
+    def spans(self, source: Source) -> list[_Span]:
+        """What is read: of the members, in order, then whole tensors that edits need."""
+        own = [self.span(member) for member in self.job.members]
+        names = [n for member in self.job.members for edit in member.edits for n in edit.reads]
+        needed = [_whole(source.tensors[name]) for name in names]
+        return list(dict.fromkeys([*own, *needed]))
 
 
-def _whole(info: TensorInfo) -> _Source:
-    return _Source(info, 0, info.nbytes, info.shape)
+def _whole(tensor: SourceTensor) -> _Span:
+    rows = tensor.shape[0] if tensor.shape else 1
+    return _Span(tensor.name, 0, rows, tensor.shape, _read_dtype(tensor))
+
+
+def _read_dtype(tensor: SourceTensor) -> torch.dtype:
+    return tensor.dtype if tensor.stored else torch.float32
 
 
 @dataclass(frozen=True)
@@ -89,7 +106,7 @@ def turns(job: Job) -> list[Turn]:
     if not (computed(job) and member.streamed and member.source.nbytes):
         return [Turn(job)]
     rows = member.shape[0]
-    step = max(1, TILE_BYTES * rows // member.source.nbytes)
+    step = max(1, TILE_BYTES * rows // _whole(member.source).nbytes)
     return [Turn(job, (start, min(start + step, rows))) for start in range(0, rows, step)]
 
 
@@ -138,7 +155,7 @@ class _Passage:
         self, plan: Plan, shards: ShardWriter, staging: Staging, write_pool: ThreadPoolExecutor
     ) -> None:
         self._plan = plan
-        self._checkpoint = plan.weights.checkpoint
+        self._source = plan.source
         self._shards = shards
         self._staging = staging
         self._write_pool = write_pool
@@ -147,15 +164,28 @@ class _Passage:
 
     def load(self, turn: Turn) -> Loaded:
         """Read what a turn needs and copy it to the device."""
-        sources = turn.sources(self._checkpoint)
+        spans = turn.spans(self._source)
+        decoded: dict[int, Tensor] = {}
 
         def read(index: int, start: int, target: Tensor) -> None:
-            source = sources[index]
-            start += source.start
-            target.copy_(self._checkpoint.read_bytes(source.info, start, start + len(target)))
+            span = spans[index]
+            tensor = self._source.tensors[span.name]
+            if tensor.stored:
+                info = self._source.checkpoint.tensors[span.name]
+                first = span.first * (info.nbytes // max(1, info.shape[0] if info.shape else 1))
+                data = self._source.checkpoint.read_bytes(
+                    info, first + start, first + start + len(target)
+                )
+                target.copy_(data)
+                return
+            if index not in decoded:
+                decoded.clear()
+                values = self._source.read_rows(span.name, span.first, span.last)
+                decoded[index] = values.contiguous().view(-1).view(torch.uint8)
+            target.copy_(decoded[index][start : start + len(target)])
 
         with self._fitting(turn.job):
-            return self._staging.load([source.stop - source.start for source in sources], read)
+            return self._staging.load([span.nbytes for span in spans], read)
 
     def begin(self, turn: Turn, loaded: Loaded | None) -> _Begun:
         """Edit the members and ask for their largest magnitudes; loaded: None on the host."""
@@ -168,16 +198,19 @@ class _Passage:
 
     def _edited(self, turn: Turn, loaded: list[Tensor]) -> list[Tensor]:
         """Each member as it is stored or encoded. Empties `loaded`, uint8 of each source."""
-        sources, members = turn.sources(self._checkpoint), turn.job.members
-        data = [
-            tensor.view(source.info.dtype).view(source.shape)
-            for tensor, source in zip(loaded, sources, strict=True)
-        ]
-        loaded.clear()  # so that each source is freed once it has been edited
-        needed = {source.info.name: data.pop() for source in reversed(sources[len(members) :])}
+        spans, members = turn.spans(self._source), turn.job.members
+        held = {
+            span: tensor.view(span.dtype).view(span.shape)
+            for tensor, span in zip(loaded, spans, strict=True)
+        }
+        loaded.clear()
+        needed = {span.name: tensor for span, tensor in held.items()}
+        data = [held[turn.span(member)] for member in members]
+        held.clear()  # so that each source is freed once it has been edited
         for i, member in enumerate(members):
-            if member.edits:
-                data[i] = fold.apply(data[i], member.edits, needed.__getitem__)
+            read = {name: needed[name] for edit in member.edits for name in edit.reads}.__getitem__
+            needed.pop(member.source.name, None)
+            data[i] = compute.edited(member, data[i], read)
             if member.action == "quantize":
                 data[i] = compute.encodable(data[i])
             else:
@@ -191,7 +224,7 @@ class _Passage:
             self._submit(0, self._on_host, job)
             return []
         maxima = begun.maxima.take()
-        compute.check_maxima(job, maxima, self._checkpoint.read)
+        compute.check_maxima(job, maxima, self._source.read)
         results: Sequence[compute.Result] = begun.tensors
         warnings: list[str] = []
         with self._fitting(job), self._staging.computing():
@@ -228,7 +261,7 @@ class _Passage:
 
     def _on_host(self, job: Job) -> None:
         """A job without edits, in the writing thread; whole where it is not a matrix."""
-        read = self._checkpoint.read
+        read = self._source.read
         results: list[compute.Result] = [
             None if m.streamed else compute.rounded(read(m.source.name), m, read)
             for m in job.members

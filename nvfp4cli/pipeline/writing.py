@@ -9,9 +9,8 @@ from torch import Tensor
 from nvfp4cli.checkpoint.writer import ShardWriter
 from nvfp4cli.formats import nvfp4
 from nvfp4cli.layouts.record import Stored
-from nvfp4cli.pipeline.compute import Result, rounded
+from nvfp4cli.pipeline.compute import Result, edited, rounded
 from nvfp4cli.plan.record import Job, Member, Plan
-from nvfp4cli.rotate import fold
 
 # Kept tensors pass through in pieces of this size.
 PIECE_BYTES = 16 << 20
@@ -69,20 +68,22 @@ def exported(plan: Plan, member: Member, result: Stored | Tensor) -> dict[str, T
 
 
 def _stream(plan: Plan, member: Member, shards: ShardWriter) -> None:
-    """Pass a tensor through in pieces: its bytes as they are, or row tiles of a row-local edit."""
-    checkpoint, info = plan.weights.checkpoint, member.source
+    """Pass a tensor through in pieces: its bytes as they are, tiles of its rows, or experts."""
+    source, info = plan.source, member.source
     if member.action == "copy":
+        stored = source.checkpoint.tensors[info.name]
         for start in range(0, info.nbytes, PIECE_BYTES):
-            data = checkpoint.read_bytes(info, start, min(start + PIECE_BYTES, info.nbytes))
+            stop = min(start + PIECE_BYTES, info.nbytes)
+            data = source.checkpoint.read_bytes(stored, start, stop)
             if member.finite and not math.isfinite(nvfp4.amax(data.view(info.dtype))):
-                nvfp4.check_finite(checkpoint.read(member.name), member.name)
+                nvfp4.check_finite(source.read(member.name), member.name)
             shards.write_bytes(member.name, start, data)
         return
-    rows, columns = info.shape
+    rows, columns = info.shape[0], math.prod(info.shape[1:])
     step = max(1, _TILE_VALUES // columns)
     row_bytes = columns * member.outputs[0].dtype.itemsize
     for start in range(0, rows, step):
-        tile = checkpoint.read_rows(info.name, start, min(start + step, rows))
-        edited = fold.apply(tile, member.edits, checkpoint.read)
-        data = rounded(edited, member, checkpoint.read).reshape(-1)
+        tile = source.read_rows(info.name, start, min(start + step, rows))
+        result = edited(member, tile, source.read)
+        data = rounded(result, member, source.read).reshape(-1)
         shards.write_bytes(member.name, start * row_bytes, data)

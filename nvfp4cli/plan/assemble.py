@@ -2,6 +2,7 @@
 
 import copy
 import json
+from functools import reduce
 from typing import Any
 
 import torch
@@ -10,30 +11,35 @@ import yaml
 from nvfp4cli import __version__
 from nvfp4cli.checkpoint.files import RECORD
 from nvfp4cli.checkpoint.writer import make_shards
-from nvfp4cli.layouts import StoredWeights
+from nvfp4cli.layouts import StoredWeights, open_weights
 from nvfp4cli.layouts.record import Contents, Layout
+from nvfp4cli.layouts.sources import Source
 from nvfp4cli.models import spec as specs
 from nvfp4cli.plan.record import Facts, Job, Member, Plan
 from nvfp4cli.recipe import Recipe
 
 
 def assemble(
-    weights: StoredWeights, recipe: Recipe, layout: Layout | None, jobs: list[Job], facts: Facts
+    source: Source, recipe: Recipe, layout: Layout | None, jobs: list[Job], facts: Facts
 ) -> Plan:
     """Deal the outputs into shards and compose every file that stands beside them."""
+    weights, config = open_weights(source.checkpoint), source.checkpoint.config
     members = [member for job in jobs for member in job.members]
     quantized = [m.module for m in members if m.action in ("quantize", "repack")]
     contents = Contents(quantized, facts.kept, activations=_activations(weights))
 
-    dtype = _original_dtype(members, recipe, weights.checkpoint.config)
+    dtype = _original_dtype(members, recipe, config)
 
     def metadata(numbers: list[int]) -> dict[str, str]:
         return _header_metadata([members[i] for i in numbers], layout, dtype)
 
     limit = None if layout is not None and layout.SINGLE_FILE else recipe.max_shard_bytes
     shards = make_shards([m.outputs for m in members], limit, metadata)
-    config = _config(weights.checkpoint.config, recipe, layout, contents, facts.untied)
-    files = {"config.json": config, **(layout.extra_files(contents) if layout else {})}
+    edited = _config(config, recipe, layout, contents, facts.untied)
+    for *path, key in source.drop_config_keys:
+        if key != "quantization_config" or path:
+            reduce(dict.__getitem__, path, edited).pop(key, None)
+    files = {"config.json": edited, **(layout.extra_files(contents) if layout else {})}
     texts = {name: json.dumps(value, indent=2) + "\n" for name, value in files.items()}
     record = {
         "nvfp4_version": __version__,
@@ -44,7 +50,7 @@ def assemble(
     if not facts.own_spec:
         texts[specs.STORED] = facts.spec_text
     texts[RECORD] = yaml.safe_dump(record, sort_keys=False)
-    return Plan(weights, recipe, layout, tuple(jobs), tuple(shards), texts, facts)
+    return Plan(source, weights, recipe, layout, tuple(jobs), tuple(shards), texts, facts)
 
 
 def _activations(weights: StoredWeights) -> bool:

@@ -13,7 +13,9 @@ from nvfp4cli.errors import CheckpointError, UnsupportedError
 from nvfp4cli.formats.nvfp4 import BLOCK
 from nvfp4cli.layouts import LAYOUTS, StoredWeights, open_weights
 from nvfp4cli.layouts.record import Layout
+from nvfp4cli.layouts.sources import Source, SourceTensor
 from nvfp4cli.models import spec as specs
+from nvfp4cli.models.claims import check_complete, fused_module, recognize
 from nvfp4cli.models.spec import ArchSpec
 from nvfp4cli.plan import advice, shapes
 from nvfp4cli.plan.assemble import assemble
@@ -49,13 +51,19 @@ def plan_convert(checkpoint: Checkpoint, layout_name: str, max_shard_size: str |
         _check_model(weights, spec)
     origin = _origin(checkpoint.folder)
     recipe = origin["recipe"].merged(layout=layout_name, max_shard_size=max_shard_size)
-    jobs = [_job(name, weights, layout, spec) for name in weights.names]
-    # Reading goes through the source's files from front to back.
-    jobs.sort(key=lambda job: (job.members[0].source.file, job.members[0].source.start))
+    source = _as_stored(checkpoint)
+    jobs = [_job(name, source, weights, layout, spec) for name in weights.names]
+
+    def place(job: Job) -> tuple[str, int]:
+        info = checkpoint.tensors[job.members[0].source.parts[0]]
+        return info.file, info.start
+
+    jobs.sort(key=place)  # reading goes through the files from front to back
     facts = Facts(
         model=origin["model"],
         rotation=origin["rotation"],
         kept=tuple(_kept(weights)),
+        presets={},
         copies=(),
         untied=False,
         warnings=tuple(advice.warnings(jobs, layout)),
@@ -63,7 +71,7 @@ def plan_convert(checkpoint: Checkpoint, layout_name: str, max_shard_size: str |
         spec_text="",
         own_spec=True,
     )
-    return assemble(weights, recipe, layout, jobs, facts)
+    return assemble(source, recipe, layout, jobs, facts)
 
 
 def _check_representable(weights: StoredWeights, layout: Layout) -> None:
@@ -109,13 +117,13 @@ def _check_model(weights: StoredWeights, spec: ArchSpec) -> None:
 
     Tensors that the architecture does not have are copied.
     """
-    config = weights.checkpoint.config
+    config = spec.language(weights.checkpoint.config)
     sizes = shapes.sizes(spec, config)
-    spec.check_complete(weights.names, config)
-    claims, _ = spec.recognize(weights.names)
+    check_complete(spec, weights.names, config)
+    claims, _ = recognize(spec, weights.names)
     found = {name: tensor.shape for name, tensor in weights.checkpoint.tensors.items()}
     found |= {module + _WEIGHT: shape for module, shape in weights.quantized.items()}
-    shapes.check(claims.values(), found, sizes)
+    shapes.check(claims.values(), found, sizes, spec.experts)
 
 
 def _kept(weights: StoredWeights) -> list[str]:
@@ -138,7 +146,8 @@ def _spec(checkpoint: Checkpoint) -> ArchSpec | None:
     """The spec stored beside the checkpoint or the tool's own, if any."""
     model_type = checkpoint.config.get("model_type")
     path = specs.beside(checkpoint.folder, model_type)
-    return specs.load(str(model_type), path) if path else None
+    names = open_weights(checkpoint).names
+    return specs.load_for(checkpoint.config, names, path) if path else None
 
 
 def _always_finite(name: str, spec: ArchSpec | None) -> bool:
@@ -146,27 +155,39 @@ def _always_finite(name: str, spec: ArchSpec | None) -> bool:
 
     A linear weight in a source dtype may have been ignored because it is damaged.
     """
-    claim = spec.recognize([name])[0].get(name) if spec else None
-    return claim is not None and (claim.part == "bias" or claim.spec.role in ("embed", "norm"))
+    claim = recognize(spec, [name])[0].get(name) if spec else None
+    return claim is not None and (claim.part == "bias" or not claim.spec.quantizable)
 
 
-def _job(name: str, weights: StoredWeights, layout: Layout, spec: ArchSpec | None) -> Job:
+def _as_stored(checkpoint: Checkpoint) -> Source:
+    """Every tensor under its own name."""
+    tensors = {
+        name: SourceTensor(name, info.dtype, info.shape, info.nbytes, (name,), None)
+        for name, info in checkpoint.tensors.items()
+    }
+    return Source(checkpoint, tensors, (), None, ())
+
+
+def _job(
+    name: str, source: Source, weights: StoredWeights, layout: Layout, spec: ArchSpec | None
+) -> Job:
     module = name.removesuffix(_WEIGHT)
-    tensors = weights.checkpoint.tensors
+    tensors = source.tensors
     shape = weights.quantized.get(module)
     if shape is None:
         info = tensors[name]
         output = Output(name, info.dtype, info.shape)
         member = Member(
-            name, info, info.shape, "copy", "kept", (), (output,), finite=_always_finite(name, spec)
-        )
+            name, module, info, info.shape, "copy", "kept", (), (output,),
+            finite=_always_finite(name, spec),
+        )  # fmt: skip
         return Job("kept", (member,))
     assert weights.layout is not None
     codes = weights.layout.outputs(module, shape, False)[0].name
     outputs = layout.outputs(module, shape, weights.activations)
     # Without a spec to say so, any module may become a part of a merged one.
-    fused = spec.fused_module(module) if spec else module
-    member = Member(name, tensors[codes], shape, "repack", "NVFP4", (), outputs, fused)
+    fused = fused_module(spec, module) if spec else module
+    member = Member(name, module, tensors[codes], shape, "repack", "NVFP4", (), outputs, fused)
     return Job("weights", (member,))
 
 

@@ -1,41 +1,63 @@
 """The plan of `nvfp4 quantize`: Recipe x ArchSpec x headers -> jobs; mistakes are raised here."""
 
-import fnmatch
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from nvfp4cli.checkpoint.reader import Checkpoint
 from nvfp4cli.checkpoint.writer import Output
 from nvfp4cli.errors import RecipeError, UnsupportedError
-from nvfp4cli.formats.nvfp4 import BLOCK
-from nvfp4cli.layouts import LAYOUTS, open_weights
+from nvfp4cli.layouts import LAYOUTS
 from nvfp4cli.layouts.record import Layout
+from nvfp4cli.layouts.sources import Source, SourceTensor, open_source
 from nvfp4cli.models import spec as specs
-from nvfp4cli.models.spec import ArchSpec, Claim
-from nvfp4cli.plan import advice, shapes
+from nvfp4cli.models.claims import Claim, claim
+from nvfp4cli.models.pieces import Piece, matrix_shape, pieces, transposed
+from nvfp4cli.models.sizes import Sizes
+from nvfp4cli.models.spec import ArchSpec
+from nvfp4cli.plan import advice, selection, shapes
 from nvfp4cli.plan.assemble import assemble
 from nvfp4cli.plan.record import Action, Facts, Job, Member, Plan
 from nvfp4cli.recipe import Recipe
 from nvfp4cli.rotate import fold
-from nvfp4cli.rotate.fold import Rotations
+from nvfp4cli.rotate.fold import Edit, Rotations
 
 # Why a module of a role is not quantised.
 _IGNORED = "--ignore"
-_NOT_LINEAR = {"embed": "embedding", "norm": "norm", "inner": "off the residual stream"}
+_NOT_LINEAR = {
+    "embed": "embedding",
+    "norm": "norm",
+    "post_norm": "norm",
+    "inner": "off the residual stream",
+}
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
 @dataclass(frozen=True)
 class _Context:
-    checkpoint: Checkpoint
+    """config: the part of config.json that describes the language model."""
+
+    source: Source
+    config: dict[str, Any]
     recipe: Recipe
     spec: ArchSpec
+    sizes: Sizes
     rotations: Rotations
     layout: Layout | None
+
+    @property
+    def tied(self) -> bool:
+        """The head reuses the embedding in the source."""
+        return self.spec.tied(self.config)
+
+    @property
+    def unties(self) -> bool:
+        """The output needs a head of its own."""
+        return self.tied and self.rotations.residual is not None
 
 
 def plan_quantize(
@@ -46,59 +68,86 @@ def plan_quantize(
     model: the name the user gave, stored in the output. strict: warnings about patterns become
     errors. Raises RecipeError, CheckpointError or UnsupportedError with one sentence.
     """
-    config = checkpoint.config
-    _check_unquantized(checkpoint)
-    arch_spec = arch_spec or specs.beside(checkpoint.folder, config.get("model_type"))
-    spec = specs.load(shapes.model_type(config, described=arch_spec is not None), arch_spec)
-    sizes = shapes.sizes(spec, config)
-    claims = _ordered(spec.claim(checkpoint.tensors, config), spec)
-    shapes.check(claims.values(), {n: t.shape for n, t in checkpoint.tensors.items()}, sizes)
-    kind = recipe.rotation_kind
-    rotations = Rotations.of(recipe.rotate, kind, recipe.seed, sizes.completed())
-    layout = LAYOUTS[recipe.layout] if recipe.scheme == "w4a16" else None
-    context = _Context(checkpoint, recipe, spec, rotations, layout)
+    context, arch_spec = _context(open_source(checkpoint), recipe, arch_spec)
+    spec, infos = context.spec, context.source.tensors
+    claims = _ordered(claim(spec, infos, context.config), spec)
+    held = {name: info.shape for name, info in infos.items()}
+    shapes.check(claims.values(), held, context.sizes, spec.experts)
+    fold.check(recipe.rotate, spec, claims.values())
     claims = _ordered(_heads(claims, context), spec)
-    chosen, notes = _choose(claims, context)
-    members = [_member(name, claim, chosen.get(name), context) for name, claim in claims.items()]
-    jobs = _group(members, claims)
-    if strict and notes:
-        raise RecipeError(notes[0])
-    warnings = [*notes, *advice.warnings(jobs, layout)]
-    kept = [
-        claim.module
-        for name, claim in claims.items()
-        if claim
-        and claim.part == "weight"
-        and claim.spec.role in ("reader", "writer")
-        and name not in chosen
+    found = {name: infos[_source(c, context) if c else name] for name, c in claims.items()}
+    chosen = selection.select(
+        claims.values(),
+        {name: info.shape for name, info in found.items()},
+        recipe,
+        context.layout,
+        spec,
+        context.tied and not context.unties,
+    )
+    members = [
+        (member, one)
+        for name, one in claims.items()
+        for member in _members(name, one, found[name], chosen.reasons, context)
     ]
-    # A tied head has no tensor of its own, but engines build a linear module for it.
-    kept += [m.pattern for m in spec.modules if m.tied_to and f"{m.pattern}.weight" not in claims]
+    jobs = _group(members)
+    if strict and chosen.notes:
+        raise RecipeError(chosen.notes[0])
     facts = Facts(
         model=model,
-        rotation=rotations.facts(),
-        kept=tuple(kept),
+        rotation=context.rotations.facts(),
+        kept=tuple(_kept(claims, chosen.reasons, spec)),
+        presets=selection.presets(claims.values(), chosen.reasons) if context.layout else {},
         copies=_tied_copies(context),
-        untied=rotations.residual is not None and spec.tied(config),
-        warnings=tuple(warnings),
-        next_step=advice.next_step(jobs, layout),
+        untied=context.unties,
+        warnings=(
+            *_already_quantized(context),
+            *chosen.notes,
+            *advice.warnings(jobs, context.layout),
+        ),
+        next_step=advice.next_step(jobs, context.layout),
         spec_text=arch_spec.read_text(encoding="utf-8") if arch_spec else "",
         own_spec=arch_spec is not None and arch_spec.parent == specs.SPECS,
     )
-    return assemble(open_weights(checkpoint), recipe, layout, jobs, facts)
+    return assemble(context.source, recipe, context.layout, jobs, facts)
 
 
-def _check_unquantized(checkpoint: Checkpoint) -> None:
-    """Raise UnsupportedError for a source that is quantised already."""
-    quantization = checkpoint.config.get("quantization_config")
-    found = open_weights(checkpoint).layout  # ComfyUI's is not in config.json
-    if quantization or found:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        method = method or (found and found.NAME)
-        raise UnsupportedError(
-            f"The checkpoint is already quantised ({method or 'unknown method'}): start from the "
-            "unquantised model, or use `nvfp4 convert` to change the layout of an NVFP4 one."
-        )
+def _context(
+    source: Source, recipe: Recipe, arch_spec: Path | None
+) -> tuple[_Context, Path | None]:
+    """What a plan is made from, and the file of the architecture's spec."""
+    config = source.checkpoint.config
+    arch_spec = arch_spec or specs.beside(source.checkpoint.folder, config.get("model_type"))
+    shapes.check_model_type(config, described=arch_spec is not None)
+    spec = specs.load_for(config, source.tensors.keys(), arch_spec)
+    language = spec.language(config)
+    sizes = shapes.sizes(spec, language)
+    rotations = Rotations.of(recipe.rotate, recipe.rotation_kind, recipe.seed, spec, sizes)
+    layout = LAYOUTS[recipe.layout] if recipe.scheme == "w4a16" else None
+    return _Context(source, language, recipe, spec, sizes, rotations, layout), arch_spec
+
+
+def _kept(
+    claims: dict[str, Claim | None], reasons: dict[str, str], spec: ArchSpec
+) -> Iterator[str]:
+    """Linear modules that stay in the source dtype."""
+    for name, one in claims.items():
+        if one and one.part == "weight" and one.spec.quantizable and name not in reasons:
+            yield one.module
+    # A tied head has no tensor of its own, but engines build a linear module for it.
+    for module in spec.heads:
+        if f"{module.pattern}.weight" not in claims:
+            yield module.pattern
+
+
+def _already_quantized(context: _Context) -> tuple[str, ...]:
+    """A warning where the source has lost accuracy already."""
+    found = context.source.quantization
+    if found is None or found.startswith(("FP8", "MXFP4")):
+        return ()  # what their makers publish is the model
+    return (
+        f"The source is quantised already ({found}) and its errors stay: start from the "
+        "unquantised model, or use `nvfp4 convert` to change the layout of an NVFP4 one.",
+    )
 
 
 def _heads(claims: dict[str, Claim | None], context: _Context) -> dict[str, Claim | None]:
@@ -107,12 +156,11 @@ def _heads(claims: dict[str, Claim | None], context: _Context) -> dict[str, Clai
     Tied, a stored copy of the head is ignored by every engine, so it is left out, and with R1
     the head is derived from the embedding.
     """
-    if not context.spec.tied(context.checkpoint.config):
+    if not context.tied:
         return claims
-    tied = [m for m in context.spec.modules if m.tied_to]
-    names = {f"{m.pattern}.weight": m for m in tied}
-    kept = {name: claim for name, claim in claims.items() if name not in names}
-    if context.rotations.residual is not None:
+    names = {f"{module.pattern}.weight": module for module in context.spec.heads}
+    kept = {name: one for name, one in claims.items() if name not in names}
+    if context.unties:
         for name, module in names.items():
             kept[name] = Claim(name, module.pattern, "weight", module, None)
     return kept
@@ -120,146 +168,98 @@ def _heads(claims: dict[str, Claim | None], context: _Context) -> dict[str, Clai
 
 def _tied_copies(context: _Context) -> tuple[tuple[str, str], ...]:
     """Stored heads that are left out because config.json ties them, with what they must equal."""
-    tensors = context.checkpoint.tensors
-    if not context.spec.tied(context.checkpoint.config):
+    if not context.tied:
         return ()
-    pairs = (
-        (f"{m.pattern}.weight", f"{m.tied_to}.weight") for m in context.spec.modules if m.tied_to
-    )
-    return tuple((head, embedding) for head, embedding in pairs if head in tensors)
+    pairs = ((f"{m.pattern}.weight", f"{m.tied_to}.weight") for m in context.spec.heads)
+    return tuple((head, embed) for head, embed in pairs if head in context.source.tensors)
 
 
-def _choose(claims: dict[str, Claim | None], context: _Context) -> tuple[dict[str, str], list[str]]:
-    """Names of the weights to quantise -> the reason, and notes about the patterns."""
-    recipe = context.recipe
-    if context.layout is None:
-        unused = recipe.ignore or recipe.include
-        return {}, [
-            "--ignore and --include do nothing with --scheme none: leave them out."
-        ] if unused else []
-    linears = {
-        claim.module: claim
-        for claim in claims.values()
-        if claim and claim.part == "weight" and claim.spec.role in ("reader", "writer")
-    }
-    ignored = {pattern: _matching(pattern, linears) for pattern in recipe.ignore}
-    included = {pattern: _matching(pattern, linears) for pattern in recipe.include}
-    notes = [
-        f"--{option} {pattern!r} matches no linear module: name one such as "
-        f"{next(iter(linears))!r}, * standing for any text."
-        for option, found in (("ignore", ignored), ("include", included))
-        for pattern, modules in found.items()
-        if not modules
-    ]
-    out = {module for modules in ignored.values() for module in modules}
-    extra = {m for modules in included.values() for m in modules if not linears[m].spec.quantize}
-    _check_included(extra, context)
-    chosen = {
-        f"{module}.weight": "linear" if claim.spec.quantize else "--include"
-        for module, claim in linears.items()
-        if module not in out and (claim.spec.quantize or module in extra)
-    }
-    if not chosen:
-        raise RecipeError(
-            "The --ignore patterns leave nothing to quantise: ignore less, or use --scheme none."
-        )
-    _check_widths(linears, chosen, context)
-    return chosen, [*notes, *_split_groups(linears, chosen)]
+def _source(one: Claim, context: _Context) -> str:
+    """The tensor that a claimed one is made from: the embedding for a tied head."""
+    if one.spec.tied_to and context.tied:
+        return f"{one.spec.tied_to}.weight"
+    return one.tensor
 
 
-def _check_included(extra: set[str], context: _Context) -> None:
-    if extra and context.recipe.layout == "torchao":
-        raise RecipeError(
-            f"The torchao layout keeps {min(extra)} in the source dtype, whatever the file says: "
-            "use --layout compressed-tensors or modelopt to quantise it."
-        )
-    if not context.spec.tied(context.checkpoint.config) or context.rotations.residual is not None:
+def _members(
+    name: str, one: Claim | None, info: SourceTensor, reasons: dict[str, str], context: _Context
+) -> Iterator[Member]:
+    """What becomes of a tensor; of one that holds experts, of each matrix that is written apart."""
+    if one is None:
+        yield _kept_member(name, None, info, (), context)
         return
-    heads = [module.pattern for module in context.spec.modules if module.tied_to]
-    if tied := [head for p in context.recipe.include for head in _matching(p, heads)]:
-        raise RecipeError(
-            f"{tied[0]} is tied to the embedding, which engines do not read in NVFP4: "
-            "leave it out of --include."
-        )
-
-
-def _split_groups(linears: dict[str, Claim], chosen: dict[str, str]) -> list[str]:
-    """Engines refuse a fused layer of which one part is quantised and another is not."""
-    groups: dict[str, list[str]] = {}
-    for module, claim in linears.items():
-        if claim.fused_module:
-            groups.setdefault(claim.fused_module, []).append(module)
-    split = [
-        fused
-        for fused, modules in groups.items()
-        if len({f"{module}.weight" in chosen for module in modules}) > 1
-    ]
-    if not split:
-        return []
-    parts = ", ".join(name.rpartition(".")[2] for name in groups[split[0]])
-    others = len(split) - 1
-    more = f" and of {others} more such layer{'s' if others > 1 else ''}" if others else ""
-    return [
-        f"The patterns quantise only a part of {split[0]}{more}, which engines refuse: ignore all "
-        f"of {parts} or none of them."
-    ]
-
-
-def _matching(pattern: str, modules: Iterable[str]) -> list[str]:
-    """Modules that a pattern names: a shell pattern, or a regular expression behind `re:`."""
-    matches: Callable[[str], object] = lambda module: fnmatch.fnmatchcase(module, pattern)  # noqa: E731
-    if pattern.startswith("re:"):
-        matches = re.compile(pattern[3:]).match
-    return [module for module in modules if matches(module)]
-
-
-def _check_widths(linears: dict[str, Claim], chosen: dict[str, str], context: _Context) -> None:
-    """NVFP4 blocks are 16 wide. One error lists every layer that has a rest."""
-    bad = {}
-    for module, claim in linears.items():
-        shape = context.checkpoint.tensors[_source(claim, context)].shape
-        if claim.tensor in chosen and (len(shape) != 2 or shape[1] % BLOCK):
-            bad[module] = list(shape)
-    if bad:
-        layers = ", ".join(f"{module} {shape}" for module, shape in bad.items())
-        patterns = sorted({re.sub(r"\.\d+\.", ".*.", module) for module in bad})
+    if info.dtype not in _FLOATS:
         raise UnsupportedError(
-            f"NVFP4 needs in_features that are a multiple of {BLOCK}, which these layers lack: "
-            f"{layers}; keep them in the source dtype with "
-            + " ".join(f"--ignore '{pattern}'" for pattern in patterns) + "."
+            f"{name} is stored as {str(info.dtype).removeprefix('torch.')}, which is no dtype of "
+            "weights: start from a bf16, fp16 or fp32 checkpoint."
+        )
+    shape = matrix_shape(one, info.shape)
+    edits = fold.edits(one, context.spec, context.rotations, context.sizes, shape)
+    weight = one.module + (one.spec.suffixes.weight or "")
+    if weight not in reasons or (one.part == "bias" and not one.spec.written_as):
+        yield _kept_member(name, one, info, edits, context)
+    elif one.spec.written_as:
+        for piece in pieces(one, info.shape):
+            part = (piece.rows, *shape[1:])
+            yield _written_member(one, piece, info, part, edits, reasons[weight], context)
+    else:
+        assert context.layout is not None
+        outputs = context.layout.outputs(one.module, (shape[0], shape[1]), False)
+        yield Member(
+            name, one.module, info, shape, "quantize", reasons[weight], edits, outputs,
+            one.fused_module, transposed=transposed(one),
         )  # fmt: skip
 
 
-def _source(claim: Claim, context: _Context) -> str:
-    """The tensor that a claimed one is made from: the embedding for a tied head."""
-    if claim.spec.tied_to and context.spec.tied(context.checkpoint.config):
-        return f"{claim.spec.tied_to}.weight"
-    return claim.tensor
+def _written_member(
+    one: Claim,
+    piece: Piece,
+    info: SourceTensor,
+    shape: tuple[int, ...],
+    edits: tuple[Edit, ...],
+    reason: str,
+    context: _Context,
+) -> Member:
+    """One expert's weight or bias under its own name."""
+    name = f"{piece.module}.{one.part}"
+    if one.part == "bias":
+        output = Output(name, _stored_dtype(info, context), shape)
+        return Member(name, piece.module, info, shape, "edit", "bias", edits, (output,),
+                      piece=piece, finite=True)  # fmt: skip
+    assert context.layout is not None
+    parent, parts = piece.module.rpartition(".")[0], one.spec.written_as
+    merged = one.spec.fused or "+".join(pattern.rpartition(".")[2] for pattern in parts)
+    fused = f"{parent}.{merged}" if len(parts) > 1 else None
+    outputs = context.layout.outputs(piece.module, (shape[0], shape[1]), False)
+    return Member(name, piece.module, info, shape, "quantize", reason, edits, outputs, fused, piece)
 
 
-def _member(name: str, claim: Claim | None, chosen: str | None, context: _Context) -> Member:
-    checkpoint, recipe = context.checkpoint, context.recipe
-    info = checkpoint.tensors[_source(claim, context) if claim else name]
-    edits = fold.edits(claim, context.spec, context.rotations, info.shape) if claim else ()
-    if claim and info.dtype not in _FLOATS:
-        raise UnsupportedError(
-            f"{name} is stored as {str(info.dtype).removeprefix('torch.')}, which carries a scale "
-            "this version does not know: start from a bf16, fp16 or fp32 checkpoint."
-        )
-    if chosen and context.layout is not None:
-        shape = (info.shape[0], info.shape[1])
-        assert claim is not None
-        outputs = context.layout.outputs(claim.module, shape, False)
-        fused = claim.fused_module
-        return Member(name, info, info.shape, "quantize", chosen, edits, outputs, fused)
-    dtype = info.dtype if claim is None or recipe.dtype == "source" else _dtype(recipe.dtype)
-    output = Output(name, dtype, info.shape)
-    changed = bool(edits) or dtype != info.dtype
-    reason = _why_kept(claim, recipe)
+def _kept_member(
+    name: str, one: Claim | None, info: SourceTensor, edits: tuple[Edit, ...], context: _Context
+) -> Member:
+    """A tensor that stays a tensor, under its name and in its form."""
+    dtype = info.dtype if one is None else _stored_dtype(info, context)
+    changed = bool(edits) or dtype != info.dtype or not info.stored
+    reason = _why_kept(one, context.recipe)
     action: Action = "edit" if changed else "copy"
-    # A linear weight that is ignored may be damaged: that is the user's way around it.
-    finite = claim is not None and reason != _IGNORED
-    return Member(name, info, info.shape, action, reason, edits, (output,), finite=finite)
+    return Member(
+        name,
+        one.module if one else name.rpartition(".")[0],
+        info,
+        info.shape,
+        action,
+        reason,
+        edits,
+        (Output(name, dtype, info.shape),),
+        transposed=one is not None and transposed(one),
+        # A linear weight that is ignored may be damaged: that is the user's way around it.
+        finite=one is not None and reason != _IGNORED,
+    )
+
+
+def _stored_dtype(info: SourceTensor, context: _Context) -> torch.dtype:
+    name = context.recipe.dtype
+    return info.dtype if name == "source" else _dtype(name)
 
 
 def _dtype(name: str) -> torch.dtype:
@@ -268,17 +268,19 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _why_kept(claim: Claim | None, recipe: Recipe) -> str:
-    if claim is None:
+def _why_kept(one: Claim | None, recipe: Recipe) -> str:
+    if one is None:
         return "kept by the architecture's spec"
-    if claim.part == "bias":
+    if one.part == "bias":
         return "bias"
-    if claim.spec.role in _NOT_LINEAR:
-        return _NOT_LINEAR[claim.spec.role]
+    if one.mtp:
+        return "next-token prediction"
+    if not one.spec.quantizable:
+        return _NOT_LINEAR[one.spec.role]
     if recipe.scheme == "none":
         return "scheme none"
-    if not claim.spec.quantize:
-        return "output head"
+    if not one.spec.quantize:
+        return one.spec.because or "output head"
     return _IGNORED
 
 
@@ -289,34 +291,35 @@ def _ordered(claims: dict[str, Claim | None], spec: ArchSpec) -> dict[str, Claim
     """
     position = {module.pattern: i for i, module in enumerate(spec.modules)}
 
-    def key(name: str) -> tuple[int, int, int, str]:
-        claim = claims[name]
-        if claim is None:
+    def key(name: str) -> tuple[int, int, int, int, str]:
+        one = claims[name]
+        if one is None:
             number = re.search(r"\.(\d+)\.", name)
-            return (1, int(number[1]), len(position), name) if number else (2, 0, 0, name)
-        place = position[claim.spec.pattern]
-        if claim.layer is not None:
-            return (1, claim.layer, place, name)
-        return (0 if claim.spec.role == "embed" else 2, 0, place, name)
+            layer = int(number[1]) if number else 0
+            return (1 if number else 2, layer, 0, len(position), name)
+        place = position.get(one.spec.pattern, len(position))
+        if one.layer is not None:
+            return (1, one.layer, one.expert if one.expert is not None else -1, place, name)
+        return (0 if one.spec.role == "embed" else 2, 0, 0, place, name)
 
     return {name: claims[name] for name in sorted(claims, key=key)}
 
 
-def _group(members: list[Member], claims: dict[str, Claim | None]) -> list[Job]:
+def _group(members: list[tuple[Member, Claim | None]]) -> list[Job]:
     """Members of one fused module become one job, at the place of the first."""
     jobs: dict[str, Job] = {}
-    for member in members:
+    for member, one in members:
         key = member.fused or member.name
         if key in jobs:
             jobs[key] = replace(jobs[key], members=(*jobs[key].members, member))
         else:
-            jobs[key] = Job(_stage(claims[member.name]), (member,))
+            jobs[key] = Job(_stage(one), (member,))
     return list(jobs.values())
 
 
-def _stage(claim: Claim | None) -> str:
-    if claim is None:
+def _stage(one: Claim | None) -> str:
+    if one is None:
         return "other"
-    if claim.layer is not None:
-        return f"layer {claim.layer}"
-    return "embedding" if claim.spec.role == "embed" else "head"
+    if one.layer is not None:
+        return f"layer {one.layer}"
+    return "embedding" if one.spec.role == "embed" else "head"

@@ -6,10 +6,11 @@ from typing import Any, Literal
 
 import torch
 
-from nvfp4cli.checkpoint.reader import TensorInfo
 from nvfp4cli.checkpoint.writer import Output, Shard
 from nvfp4cli.layouts import StoredWeights
 from nvfp4cli.layouts.record import Layout
+from nvfp4cli.layouts.sources import Source, SourceTensor
+from nvfp4cli.models.pieces import Piece
 from nvfp4cli.recipe import Recipe
 from nvfp4cli.rotate.fold import Edit
 
@@ -23,33 +24,46 @@ class Member:
     """One weight of the source and what becomes of it.
 
     name: the source model's name of the tensor. source: where it is read from, which is another
-    tensor for a head that R1 unties. reason: of the decision, for people. edits: in order.
-    outputs: what is written, all in one file. fused: the engines' merged module that a quantised
-    weight becomes a part of. finite: a NaN or Inf in it stops the run, also where its bytes are
+    tensor for a head that R1 unties. module: that owns it. shape: of the matrix or bias that is
+    written. reason: of the decision, for people. edits: in order, of a matrix [out, in]. outputs:
+    what is written, all in one file. fused: the engines' merged module that a quantised weight
+    becomes a part of. piece: where the matrix is only a part of a tensor of experts. transposed:
+    the source holds [in, out]. finite: a NaN or Inf in it stops the run, also where its bytes are
     only copied.
     """
 
     name: str
-    source: TensorInfo
+    module: str
+    source: SourceTensor
     shape: tuple[int, ...]
     action: Action
     reason: str
     edits: tuple[Edit, ...]
     outputs: tuple[Output, ...]
     fused: str | None = None
+    piece: Piece | None = None
+    transposed: bool = False
     finite: bool = False
 
     @property
-    def module(self) -> str:
-        """The module that owns the tensor."""
-        return self.name.rpartition(".")[0]
+    def streamed(self) -> bool:
+        """True for a tensor that passes through in pieces and is never whole in memory.
+
+        Rows of a matrix or, of a tensor of experts, one expert after the other.
+        """
+        if self.action != "edit" or self.piece:
+            return self.action == "copy"
+        if len(self.shape) == 3:
+            return True
+        by_rows = all(edit.row_local for edit in self.edits) and not self.transposed
+        return len(self.shape) == 2 and by_rows
 
     @property
-    def streamed(self) -> bool:
-        """True for a tensor that passes through in pieces and is never whole in memory."""
-        if self.action == "edit":
-            return len(self.shape) == 2 and all(edit.row_local for edit in self.edits)
-        return self.action == "copy"
+    def source_bytes(self) -> int:
+        """Bytes read for this weight."""
+        if self.piece is None:
+            return self.source.nbytes
+        return self.source.nbytes * _numel(self.shape) // max(1, _numel(self.source.shape))
 
     @property
     def output_bytes(self) -> int:
@@ -71,7 +85,7 @@ class Job:
     @property
     def source_bytes(self) -> int:
         """Bytes read."""
-        return sum(member.source.nbytes for member in self.members)
+        return sum(member.source_bytes for member in self.members)
 
     @property
     def held_bytes(self) -> int:
@@ -83,15 +97,17 @@ class Job:
 class Facts:
     """What the configuration files and the record of the run say beyond the jobs.
 
-    model: the name the user gave. rotation: kind, seed and sizes. kept: linear modules that stay
-    in the source dtype. untied: the output head no longer reuses the embedding. copies: stored
-    heads that config.json ties and are left out, each with its embedding. spec_text: the
-    architecture spec used. own_spec: it is one of the tool's and need not be stored.
+    model: the name the user gave. rotation: kind, seed and sizes. kept: linear modules that stay in
+    the source dtype. presets: why the architecture keeps some of them -> patterns. untied: the
+    output head no longer reuses the embedding. copies: stored heads that config.json ties and are
+    left out, each with its embedding. spec_text: the architecture spec used. own_spec: it is one of
+    the tool's and need not be stored.
     """
 
     model: str
     rotation: dict[str, Any]
     kept: tuple[str, ...]
+    presets: dict[str, list[str]]
     untied: bool
     copies: tuple[tuple[str, str], ...]
     warnings: tuple[str, ...]
@@ -104,9 +120,11 @@ class Facts:
 class Plan:
     """Everything that `pipeline.run` needs.
 
-    files: JSON and YAML files to write, name -> text, config.json among them.
+    source: what is read. weights: the same as it is quantised, for `repack`. files: JSON and YAML
+    files to write, name -> text, config.json among them.
     """
 
+    source: Source
     weights: StoredWeights
     recipe: Recipe
     layout: Layout | None  # None: nothing is quantised
@@ -138,7 +156,7 @@ class Plan:
         the next job's sources, and outputs that are being written.
         """
         jobs = [[m for m in job.members if not m.streamed] for job in self.jobs]
-        read = [sum(m.source.nbytes for m in members) for members in jobs]
+        read = [sum(m.source_bytes for m in members) for members in jobs]
         worked = max(map(_work_bytes, jobs), default=0)
         return worked + max(read, default=0) + self.queue_bytes + SCRATCH_BYTES
 
@@ -167,9 +185,9 @@ class Plan:
 def _work_bytes(members: list[Member]) -> int:
     """Sources, outputs and, of edited weights, the fp32 forms; twice while rows are mixed."""
     edited = [m for m in members if m.edits]
-    mixed = [m.source.numel * 4 for m in edited if not all(e.row_local for e in m.edits)]
-    stored = sum(m.source.nbytes + m.output_bytes for m in members)
-    return stored + sum(m.source.numel * 4 for m in edited) + max(mixed, default=0)
+    mixed = [_numel(m.shape) * 4 for m in edited if not all(e.row_local for e in m.edits)]
+    stored = sum(m.source_bytes + m.output_bytes for m in members)
+    return stored + sum(_numel(m.shape) * 4 for m in edited) + max(mixed, default=0)
 
 
 # The encoder's tiles in each thread, pieces and tiles of streamed tensors, and what the allocator

@@ -4,8 +4,10 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from nvfp4cli.errors import CheckpointError, UnsupportedError
+from nvfp4cli.models.claims import Claim
+from nvfp4cli.models.modules import ModuleSpec, Role
 from nvfp4cli.models.sizes import Sizes
-from nvfp4cli.models.spec import ArchSpec, Claim, ModuleSpec, Role
+from nvfp4cli.models.spec import ArchSpec
 
 # What every decoder has, whatever its spec says.
 _NEEDED = ("hidden_size", "num_attention_heads", "num_hidden_layers")
@@ -14,14 +16,16 @@ _ANY = "any"
 _OF_ROLE: dict[Role, tuple[str, ...] | None] = {
     "embed": (_ANY, "hidden_size"),
     "norm": ("hidden_size",),
+    "post_norm": ("hidden_size",),
     "reader": (_ANY, "hidden_size"),
     "writer": ("hidden_size", _ANY),
+    "joiner": ("hidden_size", _ANY),
     "inner": None,
 }
 
 
-def model_type(config: dict[str, Any], *, described: bool) -> str:
-    """The model_type of config.json.
+def check_model_type(config: dict[str, Any], *, described: bool) -> None:
+    """Raise where config.json names no architecture that is described.
 
     described: a spec of it is at hand. Raises CheckpointError where there is no model_type,
     UnsupportedError for a wrapper of a language model that nobody describes.
@@ -42,7 +46,6 @@ def model_type(config: dict[str, Any], *, described: bool) -> str:
             f"{name} is a {kind} wrapper, which this version does not cover: save its language "
             "model alone with transformers, and name that checkpoint."
         )
-    return name
 
 
 def sizes(spec: ArchSpec, config: dict[str, Any]) -> Sizes:
@@ -51,7 +54,7 @@ def sizes(spec: ArchSpec, config: dict[str, Any]) -> Sizes:
     Raises CheckpointError for one that is not, and where one is no multiple of another though it
     must be.
     """
-    found = Sizes(config, spec.defaults)
+    found = spec.sizes(config)
     for name in (*_NEEDED, *spec.defaults):
         found[name]  # raises
     for name, divisor in spec.multiples.items():
@@ -64,25 +67,30 @@ def sizes(spec: ArchSpec, config: dict[str, Any]) -> Sizes:
 
 
 def check(
-    claims: Iterable[Claim | None], shapes: Mapping[str, tuple[int, ...]], model: Sizes
+    claims: Iterable[Claim | None],
+    shapes: Mapping[str, tuple[int, ...]],
+    model: Sizes,
+    experts: str | None = None,
 ) -> None:
     """Raise CheckpointError for the first tensor whose shape is not what config.json says.
 
-    shapes: of the tensors by name.
+    shapes: of the tensors by name. experts: the size that counts them.
     """
     for claim in claims:
         if claim is not None:
-            _check(claim, shapes[claim.tensor], model)
+            _check(claim, shapes[claim.tensor], model, experts or _ANY)
 
 
-def _check(claim: Claim, shape: tuple[int, ...], model: Sizes) -> None:
+def _check(claim: Claim, shape: tuple[int, ...], model: Sizes, experts: str) -> None:
     if 0 in shape:
         raise CheckpointError(
             f"{claim.tensor} has shape {list(shape)} and so no values: restore the weights."
         )
-    axes = _axes(claim.spec)
+    axes = _axes(claim.spec, experts)
     if axes is not None and claim.part == "bias":
-        axes = axes[:1]
+        axes = tuple(axes[i] for i, axis in enumerate(claim.spec.axes.split()) if axis != "in")[
+            : len(axes)
+        ]
     if axes is None:
         return
     if len(axes) != len(shape):
@@ -98,5 +106,12 @@ def _check(claim: Claim, shape: tuple[int, ...], model: Sizes) -> None:
             )
 
 
-def _axes(spec: ModuleSpec) -> tuple[str, ...] | None:
-    return spec.shape or _OF_ROLE[spec.role]
+def _axes(spec: ModuleSpec, experts: str) -> tuple[str, ...] | None:
+    """Expressions for the axes of a weight as it is stored, None where nothing is demanded."""
+    matrix = _OF_ROLE[spec.role]
+    if spec.shape or matrix is None:
+        return spec.shape
+    if len(matrix) == 1:
+        return matrix
+    named = {"out": matrix[0], "in": matrix[1], "expert": experts}
+    return tuple(named[axis] for axis in spec.axes.split())

@@ -12,11 +12,13 @@ readers. A different R2 [d, d] for each KV head j, on the value path:
     v_proj rows of head j      W_j' = R2_j^T W_j,  b_j' = b_j R2_j
     o_proj columns of query head h  W_h' = W_h R2_(h // group)
 
-QuaRot (arXiv 2404.00456), SpinQuant (arXiv 2405.16406). Embeddings are not mean-centred: that is
-right for LayerNorm only.
+A LayerNorm subtracts the mean, with which only an R1 commutes that fixes the vector of ones; its
+bias moves to b' = (b / g) R1. A joiner, whose input is several normed streams side by side, is a
+reader in each part of its columns and a writer in its rows. QuaRot (arXiv 2404.00456), SpinQuant
+(arXiv 2405.16406).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any, Protocol
@@ -24,8 +26,11 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from nvfp4cli.errors import UnsupportedError
-from nvfp4cli.models.spec import ArchSpec, Claim
+from nvfp4cli.errors import UnsupportedError, WeightError
+from nvfp4cli.models.claims import Claim
+from nvfp4cli.models.modules import NO_NORM
+from nvfp4cli.models.sizes import Sizes
+from nvfp4cli.models.spec import ArchSpec
 from nvfp4cli.rotate.hadamard import Rotation, derive_seed, make
 
 Read = Callable[[str], Tensor]
@@ -50,8 +55,27 @@ class Edit(Protocol):
 
 @dataclass(frozen=True)
 class ScaleColumns:
-    """W diag(g): the gain of a norm moves into a reader. `offset` is 1 where g = 1 + w."""
+    """W diag(g): gains of norms move into a reader. `offset` is 1 where g = 1 + w."""
 
+    gains: tuple[str, ...]  # of a joiner one for each part of its columns
+    offset: float
+    row_local = True
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The gains."""
+        return self.gains
+
+    def apply(self, x: Tensor, read: Read) -> Tensor:
+        """Multiply column k by g[k]."""
+        return x * (torch.cat([read(gain).to(x) for gain in self.gains]) + self.offset)
+
+
+@dataclass(frozen=True)
+class DivideByGain:
+    """b / g: the bias of a norm whose gain becomes the neutral one."""
+
+    bias: str
     gain: str
     offset: float
     row_local = True
@@ -62,8 +86,14 @@ class ScaleColumns:
         return (self.gain,)
 
     def apply(self, x: Tensor, read: Read) -> Tensor:
-        """Multiply column k by g[k]."""
-        return x * (read(self.gain).to(x) + self.offset)
+        """[H]. Raises WeightError where a gain of zero hides a bias."""
+        gain = read(self.gain).to(x) + self.offset
+        if lost := int(((gain == 0) & (x != 0)).sum()):
+            raise WeightError(
+                f"{self.gain} is zero at {lost} places where {self.bias} is not, which R1 cannot "
+                "move: use --rotate r2 or none."
+            )
+        return torch.where(gain == 0, 0.0, x / gain)
 
 
 @dataclass(frozen=True)
@@ -81,15 +111,20 @@ class Fill:
 
 @dataclass(frozen=True)
 class RotateRight:
-    """x R along the last axis: readers, embeddings, and the biases of writers."""
+    """x R along the last axis: readers, embeddings, and the biases of writers.
+
+    Where the axis holds several streams side by side, as a joiner's does, each is rotated.
+    """
 
     rotation: Rotation
     row_local = True
     reads: tuple[str, ...] = ()
 
     def apply(self, x: Tensor, read: Read) -> Tensor:
-        """[..., n] @ R."""
-        return self.rotation.apply_right(x)
+        """[..., n] @ R, or [..., m n] @ (I kron R)."""
+        if x.shape[-1] == self.rotation.size:
+            return self.rotation.apply_right(x)
+        return self.rotation.apply_right(x.unflatten(-1, (-1, self.rotation.size))).flatten(-2)
 
 
 @dataclass(frozen=True)
@@ -107,20 +142,28 @@ class RotateLeft:
 
 @dataclass(frozen=True)
 class RotateHeadRows:
-    """The value side of R2: rows (or the bias) of KV head j meet rotations[j]."""
+    """The value side of R2: rows (or the bias) of KV head j meet rotations[j].
+
+    Head j is rows start + j * pitch to that plus d; the others stay.
+    """
 
     rotations: tuple[Rotation, ...]
+    start: int
+    pitch: int
     row_local = False
     reads: tuple[str, ...] = ()
 
     def apply(self, x: Tensor, read: Read) -> Tensor:
-        """[kv * d, K] or [kv * d]."""
-        heads = x.view(len(self.rotations), -1, *x.shape[1:])  # [kv, d(, K)]
-        rotated = [
-            r.apply_right(head) if x.ndim == 1 else r.apply_left_transposed(head)
-            for r, head in zip(self.rotations, heads, strict=True)
-        ]
-        return torch.cat(rotated)
+        """[N, K] or [N]."""
+        y = x.clone()
+        for j, rotation in enumerate(self.rotations):
+            first = self.start + j * self.pitch
+            head = x[first : first + rotation.size]
+            turned = (
+                rotation.apply_right(head) if x.ndim == 1 else rotation.apply_left_transposed(head)
+            )
+            y[first : first + rotation.size] = turned
+        return y
 
 
 @dataclass(frozen=True)
@@ -154,21 +197,22 @@ class Rotations:
     kv_heads: int | None
 
     @classmethod
-    def of(cls, names: str, kind: str, seed: int, config: dict[str, Any]) -> "Rotations":
+    def of(cls, names: str, kind: str, seed: int, spec: ArchSpec, sizes: Sizes) -> "Rotations":
         """names: "none", "r1", "r2" or "r1r2"; kind: "hadamard", "qr" or "block-N".
 
         Raises UnsupportedError for a size that has no such matrix.
         """
         base, _, digits = kind.partition("-")
         block = int(digits) if digits else None
-        hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
         residual = None
         if "r1" in names:
-            residual = make(base, hidden, derive_seed(seed, "r1"), block)
+            seed_of_r1 = derive_seed(seed, "r1")
+            fixes_ones = spec.norm_kind == "layer"
+            residual = make(base, sizes["hidden_size"], seed_of_r1, block, fixes_ones)
         head_dim = kv_heads = None
         if "r2" in names:
-            head_dim = int(config.get("head_dim") or hidden // heads)
-            kv_heads = int(config.get("num_key_value_heads") or heads)
+            head_dim = sizes.of(spec.value_path["head_dim"])
+            kv_heads = sizes.of(spec.value_path["heads"])
             make(base, head_dim, 0, block)  # an unsupported size is said now
         return cls(kind, seed, block, residual, head_dim, kv_heads)
 
@@ -191,51 +235,91 @@ class Rotations:
         return {"kind": self.kind if sizes else "none", "seed": self.seed, "sizes": sizes}
 
 
+def check(names: str, spec: ArchSpec, claims: Iterable[Claim | None]) -> None:
+    """Raise UnsupportedError where a rotation does not preserve the function of the model."""
+    found = [claim for claim in claims if claim is not None]
+    if "r1" in names:
+        reason = spec.refuse.get("r1")
+        if after := next((c.tensor for c in found if c.spec.role == "post_norm"), None):
+            reason = f"{after} is a gain between a sublayer and the residual stream"
+        if reason:
+            raise UnsupportedError(
+                f"R1 does not hold for {spec.model_type}: {reason}; use --rotate r2 or none."
+            )
+    if "r2" in names:
+        reason = spec.refuse.get("r2")
+        if not any(claim.spec.heads for claim in found):
+            reason = reason or "none of its tensors is a plain value projection"
+        if reason:
+            raise UnsupportedError(
+                f"R2 does not hold for {spec.model_type}: {reason}; use --rotate r1 or none."
+            )
+    if "r1" in names and "mtp" in spec.refuse and (m := [c.tensor for c in found if c.mtp]):
+        raise UnsupportedError(
+            f"R1 cannot be folded into the layers of {spec.model_type} that predict further "
+            f"tokens ({m[0]}): {spec.refuse['mtp']}; leave them out with --mtp drop, or use "
+            "--rotate none or r2."
+        )
+
+
 def edits(
-    claim: Claim, spec: ArchSpec, rotations: Rotations, shape: tuple[int, ...]
+    claim: Claim, spec: ArchSpec, rotations: Rotations, sizes: Sizes, shape: tuple[int, ...]
 ) -> tuple[Edit, ...]:
     """The edits of one tensor, in order. Empty where the rotations leave it alone.
 
-    shape: the tensor's. Raises UnsupportedError where a rotation does not fit it, or for a norm's
-    bias, which an RMSNorm does not have.
+    They are of a matrix [out, in], or of [out], whatever the tensor holds: see `models.pieces`.
+    shape: of that matrix. Raises UnsupportedError where a rotation does not fit it, or for the
+    bias of an RMSNorm, which has none.
     """
-    one = 1.0 if spec.norm_gain == "plain" else 0.0
     found: list[Edit] = []
-    r1 = rotations.residual
-    is_bias = claim.part == "bias"
-    if r1 is not None:
-        if claim.spec.role == "norm":
-            if is_bias:
-                raise UnsupportedError(
-                    f"{claim.tensor} is the bias of a norm, and R1 is exact for RMSNorm only: "
-                    "use --rotate none or --rotate r2."
-                )
-            found.append(Fill(one))
-        elif claim.spec.role == "embed":
-            found.append(RotateRight(r1))
-        elif claim.spec.role == "reader" and not is_bias:
-            assert claim.spec.norm is not None
-            gain = claim.sibling(claim.spec.norm) + ".weight"
-            found += [ScaleColumns(gain, 1.0 - one), RotateRight(r1)]
-        elif claim.spec.role == "writer":
-            found.append(RotateRight(r1) if is_bias else RotateLeft(r1))
-    if rotations.head_dim is not None and claim.spec.heads and claim.layer is not None:
-        _check_heads(claim, rotations, shape)
+    if rotations.residual is not None:
+        found += _residual_edits(claim, spec, rotations.residual)
+    if rotations.head_dim is not None and claim.spec.heads and not claim.mtp:
+        assert claim.layer is not None and rotations.kv_heads is not None
         value_path = rotations.value_path(claim.layer)
         if claim.spec.heads == "kv_rows":
-            found.append(RotateHeadRows(value_path))
-        elif not is_bias:
+            start, pitch = 0, rotations.head_dim
+            if rows := claim.spec.value_rows:
+                start, pitch = sizes.of(rows.start), sizes.of(rows.pitch)
+            end = start + (rotations.kv_heads - 1) * pitch + rotations.head_dim
+            whole = claim.spec.value_rows is None
+            _check_heads(claim, rotations, shape, shape[0] == end if whole else shape[0] >= end)
+            found.append(RotateHeadRows(value_path, start, pitch))
+        elif claim.part == "weight":
+            width = rotations.head_dim * rotations.kv_heads
+            _check_heads(claim, rotations, shape, shape[1] % width == 0)
             found.append(RotateHeadColumns(value_path))
     return tuple(found)
 
 
-def _check_heads(claim: Claim, rotations: Rotations, shape: tuple[int, ...]) -> None:
-    assert rotations.head_dim is not None and rotations.kv_heads is not None
-    width = rotations.head_dim * rotations.kv_heads
-    if claim.spec.heads == "kv_rows":
-        fits = shape[0] == width
-    else:
-        fits = claim.part == "bias" or shape[1] % width == 0
+def _residual_edits(claim: Claim, spec: ArchSpec, r1: Rotation) -> list[Edit]:
+    offset = 1.0 if spec.norm_gain == "one_plus" else 0.0
+    is_bias = claim.part == "bias"
+    match claim.spec.role:
+        case "norm" if is_bias:
+            if spec.norm_kind == "rms":
+                raise UnsupportedError(
+                    f"{claim.tensor} is the bias of an RMSNorm, which R1 does not know: use "
+                    "--rotate none or --rotate r2."
+                )
+            gain = claim.module + (claim.spec.suffixes.weight or "")
+            return [DivideByGain(claim.tensor, gain, offset), RotateRight(r1)]
+        case "norm":
+            return [Fill(1.0 - offset)]
+        case "embed":
+            return [RotateRight(r1)]
+        case "reader" | "joiner" if not is_bias:
+            gains = tuple(f"{claim.sibling(n)}.weight" for n in claim.spec.norm if n != NO_NORM)
+            found: list[Edit] = [ScaleColumns(gains, offset)] if gains else []
+            found.append(RotateRight(r1))
+            return [*found, RotateLeft(r1)] if claim.spec.role == "joiner" else found
+        case "writer" | "joiner":
+            return [RotateRight(r1) if is_bias else RotateLeft(r1)]
+        case _:
+            return []
+
+
+def _check_heads(claim: Claim, rotations: Rotations, shape: tuple[int, ...], fits: bool) -> None:
     if not fits:
         raise UnsupportedError(
             f"R2 needs {rotations.kv_heads} KV heads of {rotations.head_dim}, and {claim.tensor} "
@@ -244,14 +328,22 @@ def _check_heads(claim: Claim, rotations: Rotations, shape: tuple[int, ...]) -> 
         )
 
 
-def apply(tensor: Tensor, changes: tuple[Edit, ...], read: Read) -> Tensor:
+def apply(
+    tensor: Tensor, changes: tuple[Edit, ...], read: Read, *, transposed: bool = False
+) -> Tensor:
     """Apply edits in fp32, or in fp64 to fp64 tensors; the result is not rounded back.
 
-    Row-local edits run on tiles of rows, which stay in the cache: beyond the result they need no
-    memory. Others hold two copies of the tensor in the wide dtype.
+    tensor: a matrix [out, in], [in, out] if transposed, such matrices [E, ., .], or a bias. Returns
+    the same form. Row-local edits run on tiles of rows, which stay in the cache: beyond the result
+    they need no memory. Others hold two copies of the tensor in the wide dtype.
     """
+    if tensor.ndim == 3 and changes:
+        return torch.stack([apply(m, changes, read, transposed=transposed) for m in tensor])
+    if transposed and tensor.ndim == 2:
+        return apply(tensor.T, changes, read).T
     wide = torch.float64 if tensor.dtype == torch.float64 else torch.float32
     read = cache(read)  # a gain serves every tile
+    tensor = tensor.contiguous()
     if tensor.ndim != 2 or not all(change.row_local for change in changes):
         return _chain(tensor.to(wide), changes, read)
     result = torch.empty_like(tensor, dtype=wide, memory_format=torch.contiguous_format)

@@ -11,7 +11,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -192,35 +192,46 @@ def derive_seed(seed: int, *labels: str | int) -> int:
 
 @dataclass(frozen=True)
 class Rotation:
-    """The orthogonal matrix R = diag(signs) (I kron left kron right) * scale, of shape [n, n].
+    """The orthogonal matrix R = E diag(signs) H * scale, [n, n], where H = I kron left kron right.
 
-    kind, size (n), seed and block (None unless kind is "block") determine it; build it with `make`.
-    signs: int8 [n]. left [a, a] and right [b, b]: int8, where a b divides n and the identity fills
-    the rest; for kind "qr" right is float64 [n, n]. scale makes R orthogonal.
+    kind, size (n), seed, block (None unless kind is "block") and fixes_ones determine it; build it
+    with `make`. signs: int8 [n]. left [a, a] and right [b, b]: int8, where a b divides n and the
+    identity fills the rest; for kind "qr" right is float64 [n, n]. scale makes R orthogonal.
+
+    E is the identity, or H^T P with x P = x[:, permutation], where permutation is int64 [n] and not
+    None: for a Hadamard matrix that fixes the all-ones vector.
     """
 
     kind: str
     size: int
     seed: int
     block: int | None
+    fixes_ones: bool
     signs: Tensor = field(repr=False, compare=False)
     left: Tensor = field(repr=False, compare=False)
     right: Tensor = field(repr=False, compare=False)
     scale: float = field(repr=False, compare=False)
+    permutation: Tensor | None = field(repr=False, compare=False, default=None)
 
     def apply_right(self, x: Tensor) -> Tensor:
         """x @ R for x [..., n], fp32 or fp64 on any device; a new contiguous tensor."""
-        self._check(x, axis=-1)
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        y = self._output(x, axis=-1)
         signs, left, right = self.signs.to(x) * self.scale, self.left.to(x), self.right.to(x)
+        permutation = None if self.permutation is None else self.permutation.to(x.device)
         for source, target in self._chunks(x, y):
-            _multiply_rows(source * signs, left, right, target)
+            entered = source
+            if permutation is not None:
+                _multiply_rows(source, left.T, right.T, target)
+                entered = target.index_select(1, permutation)
+            _multiply_rows(entered * signs, left, right, target)
         return y
 
     def apply_right_transposed(self, x: Tensor) -> Tensor:
         """x @ R^T for x [..., n], the inverse of `apply_right` up to rounding."""
-        self._check(x, axis=-1)
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        if self.permutation is not None:  # with S = P diag(signs), (H^T S H)^T is H^T S^T H
+            inverse = self.permutation.argsort()
+            return replace(self, signs=self.signs[inverse], permutation=inverse).apply_right(x)
+        y = self._output(x, axis=-1)
         signs, left, right = self.signs.to(x) * self.scale, self.left.to(x), self.right.to(x)
         for source, target in self._chunks(x, y):
             _multiply_rows(source, left.T, right.T, target)
@@ -229,31 +240,36 @@ class Rotation:
 
     def apply_left_transposed(self, x: Tensor) -> Tensor:
         """R^T @ x for x [n, m], fp32 or fp64 on any device; a new contiguous tensor."""
-        self._check(x, axis=0)
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        y = self._output(x, axis=0)
         signs, left, right = self.signs.to(x) * self.scale, self.left.to(x), self.right.to(x)
+        permutation = None if self.permutation is None else self.permutation.to(x.device)
         columns = max(1, _CHUNK // self.size)
         for source, target in zip(x.split(columns, 1), y.split(columns, 1), strict=True):
-            target.copy_(_multiply_columns(source * signs[:, None], left, right))
+            entered = source
+            if permutation is not None:
+                entered = _multiply_columns(source, left.T, right.T).index_select(0, permutation)
+            target.copy_(_multiply_columns(entered * signs[:, None], left, right))
         return y
 
     def dense(self, dtype: torch.dtype = torch.float64) -> Tensor:
         """R itself, [n, n]; for inspection, since applying the factors needs less."""
         product = torch.kron(self.left.double(), self.right.double())
-        identity = torch.eye(self.size // len(product), dtype=torch.float64)
-        return (self.signs[:, None] * torch.kron(identity, product) * self.scale).to(dtype)
+        h = torch.kron(torch.eye(self.size // len(product), dtype=torch.float64), product)
+        r = self.signs[:, None] * h * self.scale
+        return (r if self.permutation is None else h.T[:, self.permutation] @ r).to(dtype)
 
     def _chunks(self, x: Tensor, y: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         rows = max(1, _CHUNK // self.size)
         flat, out = x.reshape(-1, self.size), y.view(-1, self.size)
         return zip(flat.split(rows), out.split(rows), strict=True)
 
-    def _check(self, x: Tensor, axis: int) -> None:
+    def _output(self, x: Tensor, axis: int) -> Tensor:
         if x.dtype not in (torch.float32, torch.float64):
             # A fold in bf16 arithmetic is off by 3.0e-3, in fp32 by 2.2e-7.
             raise TypeError(f"rotations are applied in float32 or float64, not {x.dtype}")
         if x.shape[axis] != self.size:
             raise ValueError(f"axis {axis} of {tuple(x.shape)} is not the rotation's {self.size}")
+        return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
 def _multiply_rows(x: Tensor, left: Tensor, right: Tensor, out: Tensor) -> None:
@@ -264,9 +280,9 @@ def _multiply_rows(x: Tensor, left: Tensor, right: Tensor, out: Tensor) -> None:
     """
     a, b = len(left), len(right)
     if a == 1:
-        torch.matmul(x.view(-1, b), right, out=out.view(-1, b))
+        torch.matmul(x.reshape(-1, b), right, out=out.view(-1, b))
     else:
-        torch.matmul(left.T, (x.view(-1, b) @ right).view(-1, a, b), out=out.view(-1, a, b))
+        torch.matmul(left.T, (x.reshape(-1, b) @ right).view(-1, a, b), out=out.view(-1, a, b))
 
 
 def _multiply_columns(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
@@ -280,7 +296,9 @@ def _multiply_columns(x: Tensor, left: Tensor, right: Tensor) -> Tensor:
     return y.view(n, m)
 
 
-def make(kind: str, size: int, seed: int, block: int | None = None) -> Rotation:
+def make(
+    kind: str, size: int, seed: int, block: int | None = None, fixes_ones: bool = False
+) -> Rotation:
     """The rotation of a size, drawn from a seed.
 
     "hadamard": the whole size, every value spread over all channels.
@@ -289,26 +307,57 @@ def make(kind: str, size: int, seed: int, block: int | None = None) -> Rotation:
     "qr": Haar-distributed, as Q diag(sign(diag(R))) of a Gaussian matrix (Mezzadri, "How to
     generate random matrices from the classical compact groups", 2007); costs a float64 [n, n].
 
-    The signs come from SHAKE-256 of the seed: the same on every machine, with any number of
-    threads and any torch. A "qr" matrix goes through torch's generator, which reads the low 32 bits
-    of `seed`, and LAPACK: the same bytes only with the same libraries and number of threads.
+    fixes_ones: R 1 = 1 and so 1^T R = 1^T, which makes LayerNorm(x R) = LayerNorm(x) R for a
+    LayerNorm without gain and bias. The entries of a Hadamard R are then not all of one size but
+    sums of random signs, nearly Gaussian: the largest of order 576 is about 5/sqrt(576).
+
+    Signs and permutation come from SHAKE-256 of the seed: the same on every machine, with any
+    number of threads and any torch. A "qr" matrix goes through torch's generator, which reads the
+    low 32 bits of `seed`, and LAPACK: the same bytes only with the same libraries and threads.
 
     Raises RecipeError for a kind or block that does not exist, UnsupportedError for a size that
     the kind cannot do.
     """
-    _check_options(kind, size, block)
+    _check_options(kind, size, block, fixes_ones)
     one = torch.ones(1, 1, dtype=torch.int8)
     if kind == "qr":
-        generator = torch.Generator().manual_seed(seed)
-        gaussian = torch.randn(size, size, dtype=torch.float64, generator=generator)
-        q, r = torch.linalg.qr(gaussian)
+        matrix = _haar_fixing_ones(size, seed) if fixes_ones else _haar(size, seed)
         signs = torch.ones(size, dtype=torch.int8)
-        return Rotation(kind, size, seed, block, signs, one, q * r.diagonal().sign(), 1.0)
+        return Rotation(kind, size, seed, block, fixes_ones, signs, one, matrix, 1.0)
     # A block is small enough for a single product, which is faster than two of tiny factors.
     left, right = (one, hadamard(block)) if block else hadamard_factors(size)
-    signs = _signs(size, seed)
-    scale = 1 / math.sqrt(len(left) * len(right))
-    return Rotation(kind, size, seed, block, signs, left, right, scale)
+    order = len(left) * len(right)
+    signs, permutation, scale = _signs(size, seed), None, 1 / math.sqrt(order)
+    if fixes_ones:
+        # With A = H / sqrt(order), its columns negated so that the first row is 1^T / sqrt(order),
+        # and the signed permutation S = P diag(signs), which fixes e1, R is A^T S A. The other
+        # rows of A are orthogonal to its first, so A 1 = sqrt(order) e1, and
+        # R 1 = sqrt(order) A^T S e1 = sqrt(order) A^T e1 = 1. The same holds in each block.
+        signs[::order] = 1
+        permutation = _permutation(size, order, seed)
+        left, right, scale = left * left[0], right * right[0], 1 / order
+    return Rotation(kind, size, seed, block, fixes_ones, signs, left, right, scale, permutation)
+
+
+def _haar(size: int, seed: int) -> Tensor:
+    """float64 [size, size]."""
+    generator = torch.Generator().manual_seed(seed)
+    gaussian = torch.randn(size, size, dtype=torch.float64, generator=generator)
+    q, r = torch.linalg.qr(gaussian)
+    return q * r.diagonal().sign()
+
+
+def _haar_fixing_ones(size: int, seed: int) -> Tensor:
+    """float64 [size, size]: B diag(1, Q) B^T with Q Haar and B = I - v v^T / (1 - 1/sqrt(n)).
+
+    v = e1 - 1/sqrt(n), of |v|^2 = 2 - 2/sqrt(n): B reflects e1 into the unit vector 1/sqrt(n).
+    """
+    entry = 1 / math.sqrt(size)
+    v = torch.tensor([1.0] + [0.0] * (size - 1), dtype=torch.float64) - entry
+    matrix = torch.block_diag(torch.ones(1, 1, dtype=torch.float64), _haar(size - 1, seed))
+    for _ in range(2):  # M -> (B M)^T, twice: B M B^T
+        matrix = (matrix - torch.outer(v, v @ matrix / (1 - entry))).T
+    return matrix.contiguous()
 
 
 def _signs(size: int, seed: int) -> Tensor:
@@ -319,7 +368,17 @@ def _signs(size: int, seed: int) -> Tensor:
     return bits.flatten()[:size].to(torch.int8) * 2 - 1
 
 
-def _check_options(kind: str, size: int, block: int | None) -> None:
+def _permutation(size: int, order: int, seed: int) -> Tensor:
+    """int64 [size]: each run of `order` indices shuffled, by 64-bit keys, behind its first."""
+    octets = -(-size // 8)  # of the same stream, which `_signs` takes
+    stream = hashlib.shake_256(str(seed).encode()).digest(octets + 8 * size)
+    keys = [stream[i : i + 8] for i in range(octets, len(stream), 8)]
+    starts = range(0, size, order)
+    runs = [[i, *sorted(range(i + 1, i + order), key=keys.__getitem__)] for i in starts]
+    return torch.tensor(runs).flatten()
+
+
+def _check_options(kind: str, size: int, block: int | None, fixes_ones: bool) -> None:
     if kind not in KINDS:
         raise RecipeError(f"{kind!r} is no rotation kind: use one of {', '.join(KINDS)}.")
     if kind != "block" and block is not None:
@@ -330,4 +389,8 @@ def _check_options(kind: str, size: int, block: int | None) -> None:
         raise UnsupportedError(
             f"A rotation block of {block} does not divide the size {size}: "
             f"use {_alternatives(size)}."
+        )
+    if fixes_ones and size <= 2:
+        raise UnsupportedError(
+            f"LayerNorm allows only permutations as R1 of size {size}: use --rotate r2 or none."
         )

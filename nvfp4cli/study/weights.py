@@ -13,6 +13,7 @@ from nvfp4cli.errors import RecipeError, UnsupportedError, UsageError, WeightErr
 from nvfp4cli.formats import nvfp4
 from nvfp4cli.layouts import open_weights
 from nvfp4cli.models import spec as specs
+from nvfp4cli.models.claims import recognize
 from nvfp4cli.study.methods import METHODS, Method
 
 BUDGET = 1 << 27  # values that are measured unless a limit is given: a minute on one core
@@ -173,14 +174,12 @@ def _linear(checkpoint: Checkpoint) -> list[str]:
             f"No architecture spec for model_type {model_type!r} says which weights are linear: "
             "name them with --tensors, '*proj.weight' for example."
         )
-    claims, _ = specs.load(model_type, path).recognize(checkpoint.tensors)
+    spec = specs.load_for(checkpoint.config, checkpoint.tensors.keys(), path)
+    claims, _ = recognize(spec, checkpoint.tensors)
     return [
         claim.tensor
         for claim in claims.values()
-        if claim
-        and claim.part == "weight"
-        and claim.spec.role in ("reader", "writer")
-        and claim.spec.quantize
+        if claim and claim.part == "weight" and claim.spec.quantizable and claim.spec.quantize
     ]
 
 

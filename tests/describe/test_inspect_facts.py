@@ -154,6 +154,7 @@ def test_one_weight_is_in_memory_at_a_time(tiny_model, quantized, monkeypatch):
     from nvfp4cli.checkpoint.reader import Checkpoint
     from nvfp4cli.describe import values
 
+    checkpoint = open_checkpoint(quantized(tiny_model("llama"), "modelopt"))
     monkeypatch.setattr(values, "_PIECE_BYTES", 1024)
     sizes = []
     read_bytes = Checkpoint.read_bytes
@@ -163,7 +164,6 @@ def test_one_weight_is_in_memory_at_a_time(tiny_model, quantized, monkeypatch):
         return read_bytes(self, info, start, stop)
 
     monkeypatch.setattr(Checkpoint, "read_bytes", spy)
-    checkpoint = open_checkpoint(quantized(tiny_model("llama"), "modelopt"))
     report = describe(checkpoint)
     plain = {w.name for w in report.inventory.weights if w.format == "plain"}
     assert max(size for name, size in sizes if name in plain) == 1024

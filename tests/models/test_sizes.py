@@ -7,8 +7,10 @@ from nvfp4cli.errors import CheckpointError
 from nvfp4cli.models import spec as specs
 from nvfp4cli.models.sizes import Sizes, is_axis
 
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite")
 
-@pytest.mark.parametrize("model_type", specs.known())
+
+@pytest.mark.parametrize("model_type", MODEL_TYPES)
 def test_defaults_are_those_of_transformers(model_type):
     config = AutoConfig.for_model(model_type)
     given = {key: getattr(config, key) for key in ("hidden_size", "num_attention_heads")}
@@ -48,7 +50,8 @@ def test_lengths(length, exact, at_least):
 def test_what_an_axis_may_be():
     assert is_axis("at least vocab_size")
     assert is_axis("a * b // c")
-    assert not any(map(is_axis, ("", "a *", "a*b", "a + b", "64", "at most a", "a b", 64, None)))
+    wrong = ("", "a *", "a / b", "a ** b", "-a", "f(a)", "at most a", "a b", 64, None)
+    assert not any(map(is_axis, wrong))
 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "7", True, []])

@@ -25,13 +25,14 @@ from nvfp4cli.formats import nvfp4
 from nvfp4cli.layouts import open_weights
 from nvfp4cli.layouts.record import Contents
 from nvfp4cli.models import spec as specs
-from nvfp4cli.models.spec import Claim
+from nvfp4cli.models.claims import Claim
 from nvfp4cli.plan.assemble import _config
 from nvfp4cli.recipe import Recipe
 from nvfp4cli.rotate import fold
 from nvfp4cli.rotate.fold import Edit, Rotations, ScaleColumns
 from nvfp4cli.rotate.hadamard import Rotation
 
+MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3", "smollm3", "granite")
 EXACT = 1e-12
 WRONG = 1e-2
 
@@ -64,7 +65,7 @@ class _WideTorch(types.ModuleType):
 @pytest.fixture
 def wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers computes in float64 throughout, norms and rotary embeddings included."""
-    for model_type in specs.known():
+    for model_type in MODEL_TYPES:
         importlib.import_module(f"transformers.models.{model_type}.modeling_{model_type}")
     importlib.import_module("transformers.integrations.sdpa_attention")
     for name, module in list(sys.modules.items()):
@@ -195,7 +196,7 @@ FAULTS: dict[str, tuple[str, Fault]] = {
     "gain not folded": ("llama", without(ScaleColumns, lambda c: c.module.endswith("up_proj"))),
     "final gain folded into a tied embedding": (
         "llama tied",
-        first(ScaleColumns("model.norm.weight", 0.0), lambda c: c.spec.role == "embed"),
+        first(ScaleColumns(("model.norm.weight",), 0.0), lambda c: c.spec.role == "embed"),
     ),
     "embedding centred": ("llama", first(Centre(), lambda c: c.spec.role == "embed")),
     "R2 of another head": (
@@ -254,8 +255,8 @@ def test_seed_reaches_each_rotation(rotate, source, tmp_path):
 
 
 def test_heads_and_layers_have_their_own_rotation(source):
-    config = open_checkpoint(source("llama")).config
-    rotations = Rotations.of("r2", "hadamard", 0, config)
+    config, llama = open_checkpoint(source("llama")).config, specs.load("llama")
+    rotations = Rotations.of("r2", "hadamard", 0, llama, llama.sizes(config))
     signs = [tuple(r.signs.tolist()) for n in range(2) for r in rotations.value_path(n)]
     assert len(set(signs)) == len(signs) == 4
 
@@ -330,11 +331,11 @@ def test_fp16_overflow_names_the_tensor(tiny_model, tmp_path, capsys):
 
 
 def test_size_without_a_construction_says_what_works(tiny_model, tmp_path, capsys):
-    model = tiny_model("llama", hidden=688, head_dim=16, intermediate=32, layers=1, vocab=264)
+    model = tiny_model("llama", hidden=1712, head_dim=16, intermediate=32, layers=1, vocab=264)
     argv = ["quantize", str(model), str(tmp_path / "out"), "--scheme", "none", "--rotate", "r1r2"]
     assert main(argv) == 1
     message = capsys.readouterr().err
-    assert "size 688" in message
+    assert "size 1712" in message
     assert "--rotation-kind block-16" in message
     assert main([*argv, "--rotation-kind", "block-16"]) == 0
 
@@ -355,16 +356,17 @@ def test_norm_bias_is_refused():
     llama = specs.load("llama")
     norm = next(m for m in llama.modules if m.pattern == "model.norm")
     claim = Claim("model.norm.bias", "model.norm", "bias", norm, None)
-    config = {"hidden_size": 64, "num_attention_heads": 4}
-    rotations = Rotations.of("r1", "hadamard", 0, config)
+    sizes = llama.sizes({"hidden_size": 64, "num_attention_heads": 4})
+    rotations = Rotations.of("r1", "hadamard", 0, llama, sizes)
     with pytest.raises(UnsupportedError, match=r"model\.norm\.bias"):
-        fold.edits(claim, llama, rotations, (64,))
-    assert fold.edits(claim, llama, Rotations.of("r2", "hadamard", 0, config), (64,)) == ()
+        fold.edits(claim, llama, rotations, sizes, (64,))
+    other = Rotations.of("r2", "hadamard", 0, llama, sizes)
+    assert fold.edits(claim, llama, other, sizes, (64,)) == ()
 
 
 def test_gain_meets_the_weight_on_its_device():
     weight = torch.empty(4, 8, device="meta")
-    scaled = ScaleColumns("gain", 1.0).apply(weight, lambda name: torch.zeros(8))
+    scaled = ScaleColumns(("gain",), 1.0).apply(weight, lambda name: torch.zeros(8))
     assert scaled.device == weight.device
 
 

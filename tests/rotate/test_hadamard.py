@@ -56,6 +56,23 @@ FACTORS = {
     29568: (924, 32),
 }
 KINDS = [("hadamard", None), ("block", 16), ("block", 64), ("qr", None)]
+FIXING_ONES = [
+    ("hadamard", None, 48),
+    ("hadamard", None, 128),
+    ("hadamard", None, 576),
+    ("block", 16, 48),
+    ("block", 16, 576),
+    ("block", 64, 128),
+    ("block", 64, 576),
+    ("qr", None, 3),
+    ("qr", None, 48),
+    ("qr", None, 576),
+]
+
+
+def digest(tensor: Tensor) -> str:
+    """Of an integer tensor's values in decimal, so that the machine's byte order plays no part."""
+    return hashlib.sha256(" ".join(map(str, tensor.tolist())).encode()).hexdigest()[:16]
 
 
 def assert_hadamard(matrix: Tensor) -> None:
@@ -132,20 +149,24 @@ def test_options_that_make_no_sense() -> None:
         hd.make("block", 576, seed=0, block=128)
 
 
+@pytest.mark.parametrize("fixes_ones", [False, True])
 @pytest.mark.parametrize(("kind", "block"), KINDS)
 @pytest.mark.parametrize("size", [64, 192, 576])
-def test_rotation_is_orthogonal(kind: str, block: int | None, size: int) -> None:
-    dense = hd.make(kind, size, seed=3, block=block).dense()
+def test_rotation_is_orthogonal(kind: str, block: int | None, size: int, fixes_ones: bool) -> None:
+    dense = hd.make(kind, size, 3, block, fixes_ones).dense()
     assert dense.dtype == torch.float64
     identity = torch.eye(size, dtype=torch.float64)
     assert (dense @ dense.T - identity).abs().max() <= 1e-12
     assert not torch.allclose(dense, identity)
 
 
+@pytest.mark.parametrize("fixes_ones", [False, True])
 @pytest.mark.parametrize(("kind", "block"), KINDS)
 @pytest.mark.parametrize("size", [64, 192, 576])  # 192 = 12 x 16: left is not symmetric
-def test_applications_equal_the_dense_product(kind: str, block: int | None, size: int) -> None:
-    rotation = hd.make(kind, size, seed=3, block=block)
+def test_applications_equal_the_dense_product(
+    kind: str, block: int | None, size: int, fixes_ones: bool
+) -> None:
+    rotation = hd.make(kind, size, 3, block, fixes_ones)
     dense = rotation.dense()
     x = torch.randn(2, 5, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     tall = x[0].T  # [n, m], not contiguous
@@ -155,20 +176,24 @@ def test_applications_equal_the_dense_product(kind: str, block: int | None, size
         (rotation.apply_left_transposed(tall), dense.T @ tall),
         (rotation.apply_right_transposed(rotation.apply_right(x)), x),
         (rotation.apply_right(x[0, 0]), x[0, 0] @ dense),
+        (rotation.apply_right(x.mT.contiguous().mT[0]), x[0] @ dense),  # not contiguous
+        (rotation.apply_right_transposed(x.mT.contiguous().mT[0]), x[0] @ dense.T),
     ):
         assert got.is_contiguous()
         assert got.shape == want.shape
         assert (got - want).abs().max() <= 1e-13 * want.abs().max()
 
 
-def test_chunks_do_not_change_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
-    rotation = hd.make("hadamard", 48, seed=0)
+@pytest.mark.parametrize("fixes_ones", [False, True])
+def test_chunks_do_not_change_the_result(fixes_ones: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    rotation = hd.make("hadamard", 48, seed=0, fixes_ones=fixes_ones)
     x = torch.randn(7, 48, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     monkeypatch.setattr(hd, "_CHUNK", 2 * 48)  # four chunks, the last of one row
     expected = x @ rotation.dense()
     assert (rotation.apply_right(x) - expected).abs().max() <= 1e-13 * expected.abs().max()
     tall = rotation.apply_left_transposed(x.T.contiguous())
     assert (tall - expected.T).abs().max() <= 1e-13 * expected.abs().max()
+    assert (rotation.apply_right_transposed(expected) - x).abs().max() <= 1e-13 * x.abs().max()
 
 
 def test_float32_stays_float32_and_within_its_rounding() -> None:
@@ -182,12 +207,28 @@ def test_float32_stays_float32_and_within_its_rounding() -> None:
     assert bool(((got - x.double() @ rotation.dense()).abs().amax(-1) <= bound).all())
 
 
-def test_input_is_left_alone_and_may_be_empty() -> None:
-    rotation = hd.make("block", 32, seed=0, block=16)
-    x = torch.ones(3, 32)
-    rotation.apply_right(x)
-    assert torch.equal(x, torch.ones(3, 32))
-    assert rotation.apply_right(torch.empty(0, 32)).shape == (0, 32)
+def test_float32_that_fixes_ones_is_within_its_rounding() -> None:
+    rotation = hd.make("hadamard", 576, seed=3, fixes_ones=True)
+    x = torch.randn(8, 576, generator=torch.Generator().manual_seed(1))
+    got = rotation.apply_right(x)
+    assert got.dtype == torch.float32
+    # Every intermediate value is at most ||x||_1, and errs by that times eps for each of the
+    # 36 + 16 terms it sums; the way back sums 576 of them, divided by 576.
+    bound = (2 * (36 + 16) + 2) * torch.finfo(torch.float32).eps * x.double().abs().sum(-1)
+    assert bool(((got - x.double() @ rotation.dense()).abs().amax(-1) <= bound).all())
+
+
+@pytest.mark.parametrize("fixes_ones", [False, True])
+def test_input_is_left_alone_and_may_be_empty(fixes_ones: bool) -> None:
+    rotation = hd.make("block", 32, seed=0, block=16, fixes_ones=fixes_ones)
+    x = torch.arange(3 * 32).view(3, 32).float()
+    for apply in (rotation.apply_right, rotation.apply_right_transposed):
+        apply(x)
+        assert torch.equal(x, torch.arange(3 * 32).view(3, 32).float())
+        assert apply(torch.empty(0, 32)).shape == (0, 32)
+    tall = x.T.contiguous()
+    rotation.apply_left_transposed(tall)
+    assert torch.equal(tall, x.T)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.int8])
@@ -224,6 +265,98 @@ def test_whole_hadamard_spreads_every_channel() -> None:
     assert torch.equal(dense.abs(), torch.full_like(dense, 1 / math.sqrt(576)))
 
 
+@pytest.mark.parametrize(("kind", "block", "size"), FIXING_ONES)
+def test_ones_are_fixed_from_both_sides(kind: str, block: int | None, size: int) -> None:
+    rotation = hd.make(kind, size, 3, block, fixes_ones=True)
+    dense = rotation.dense()
+    assert (dense @ dense.T - torch.eye(size, dtype=torch.float64)).abs().max() <= 1e-13
+    assert (dense.sum(0) - 1).abs().max() <= 1e-13
+    assert (dense.sum(1) - 1).abs().max() <= 1e-13
+    ones = torch.ones(size, dtype=torch.float64)
+    assert (rotation.apply_right(ones) - 1).abs().max() <= 1e-13
+    assert (rotation.apply_right_transposed(ones) - 1).abs().max() <= 1e-13
+    assert (rotation.apply_left_transposed(ones[:, None]) - 1).abs().max() <= 1e-13
+
+
+@pytest.mark.parametrize(("kind", "block", "size"), FIXING_ONES)
+def test_layer_norm_commutes_with_a_rotation_that_fixes_ones(
+    kind: str, block: int | None, size: int
+) -> None:
+    x = torch.randn(4, size, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 1
+
+    def deviation(fixes_ones: bool) -> float:
+        rotation = hd.make(kind, size, 3, block, fixes_ones)
+        rotated_first = torch.nn.functional.layer_norm(rotation.apply_right(x), (size,))
+        rotated_last = rotation.apply_right(torch.nn.functional.layer_norm(x, (size,)))
+        return (rotated_first - rotated_last).abs().max().item()
+
+    assert deviation(fixes_ones=True) <= 1e-12
+    assert deviation(fixes_ones=False) >= 1e-1
+
+
+@pytest.mark.parametrize(("block", "size"), [(None, 48), (None, 576), (16, 48), (64, 128)])
+def test_between_hadamard_matrices_stands_a_signed_permutation(
+    block: int | None, size: int
+) -> None:
+    kind = "block" if block else "hadamard"
+    order = block or size
+    a = hd.hadamard(order).double() / math.sqrt(order)
+    a = torch.block_diag(*[a * a[0].sign()] * (size // order))
+    s = a @ hd.make(kind, size, 3, block, fixes_ones=True).dense() @ a.T
+    rounded = s.round()
+    assert (s - rounded).abs().max() <= 1e-13
+    assert torch.equal(rounded.abs().sum(0), torch.ones(size).double())
+    assert torch.equal(rounded.abs().sum(1), torch.ones(size).double())
+    starts = torch.arange(0, size, order)
+    assert torch.equal(rounded[starts, starts], torch.ones(len(starts)).double())
+    blocks = [rounded[i : i + order, i : i + order] for i in starts]
+    assert torch.equal(torch.block_diag(*blocks), rounded)
+    assert len({block.abs().numpy().tobytes() for block in blocks}) == len(blocks)
+    assert not torch.equal(rounded.abs(), rounded.abs().T)  # R and R^T differ
+    assert 0.25 * size <= (rounded < 0).sum() <= 0.75 * size
+
+
+def test_qr_that_fixes_ones_is_a_smaller_one_behind_a_reflection() -> None:
+    v = -torch.full((32,), 1 / math.sqrt(32), dtype=torch.float64)
+    v[0] += 1
+    reflection = torch.eye(32, dtype=torch.float64) - 2 * torch.outer(v, v) / v.dot(v)
+    got = reflection @ hd.make("qr", 32, seed=9, fixes_ones=True).dense() @ reflection
+    want = torch.block_diag(torch.ones(1, 1).double(), hd.make("qr", 31, seed=9).dense())
+    assert (got - want).abs().max() <= 1e-13
+
+
+@pytest.mark.parametrize(
+    ("kind", "size"), [("hadamard", 256), ("hadamard", 576), ("hadamard", 960), ("qr", 576)]
+)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_a_rotation_that_fixes_ones_still_spreads(kind: str, size: int, seed: int) -> None:
+    dense = hd.make(kind, size, seed, fixes_ones=True).dense()
+    # n^2 Gaussian entries of variance 1/n reach about sqrt(4 log n / n): 5.0/sqrt(n) for 576.
+    assert dense.abs().max() <= 8 / math.sqrt(size)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+@pytest.mark.parametrize("kind", ["hadamard", "qr"])
+def test_sizes_at_which_only_permutations_fix_ones(kind: str, size: int) -> None:
+    with pytest.raises(UnsupportedError, match=f"of size {size}: use --rotate r2 or none"):
+        hd.make(kind, size, seed=0, fixes_ones=True)
+
+
+def test_same_seed_same_bytes_where_ones_are_fixed() -> None:
+    rotation = hd.make("hadamard", 576, seed=0, fixes_ones=True)
+    assert rotation.permutation is not None
+    assert rotation.permutation[:8].tolist() == [0, 222, 206, 195, 296, 317, 566, 1]
+    assert digest(rotation.permutation) == "268d9ce75e03a3c2"
+    assert rotation.signs[:4].tolist() == [1, 1, 1, 1]
+    assert torch.equal(rotation.signs[1:], hd.make("hadamard", 576, seed=0).signs[1:])
+    blocks = hd.make("block", 576, seed=0, block=64, fixes_ones=True)
+    assert blocks.permutation is not None
+    assert digest(blocks.permutation) == "d6e6bc0bee664805"
+    other = hd.make("hadamard", 576, seed=1, fixes_ones=True)
+    assert other.permutation is not None
+    assert not torch.equal(other.permutation, rotation.permutation)
+
+
 def test_same_seed_same_bytes() -> None:
     signs = hd.make("hadamard", 576, seed=0).signs
     assert signs.dtype == torch.int8
@@ -254,6 +387,10 @@ def test_qr_is_the_unique_factor_with_positive_diagonal() -> None:
 def test_rotations_compare_by_what_determines_them() -> None:
     assert hd.make("hadamard", 32, seed=1) == hd.make("hadamard", 32, seed=1)
     assert hd.make("hadamard", 32, seed=1) != hd.make("hadamard", 32, seed=2)
+    for kind in ("hadamard", "qr"):
+        fixing = hd.make(kind, 32, seed=1, fixes_ones=True)
+        assert fixing == hd.make(kind, 32, seed=1, fixes_ones=True)
+        assert fixing != hd.make(kind, 32, seed=1)
 
 
 def test_derived_seeds_are_literal() -> None:

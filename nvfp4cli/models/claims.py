@@ -1,0 +1,246 @@
+"""Whose tensor is whose: the names of a checkpoint against the patterns of its architecture."""
+
+import re
+from collections.abc import Collection, Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import Any
+
+from nvfp4cli.errors import UnsupportedError
+from nvfp4cli.models.document import SPECS
+from nvfp4cli.models.modules import ModuleSpec, Part, Suffixes, matcher
+from nvfp4cli.models.spec import ArchSpec
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A tensor of a checkpoint, recognised: parameter `part` of `module`."""
+
+    tensor: str
+    module: str
+    part: Part
+    spec: ModuleSpec
+    layer: int | None
+    expert: int | None = None
+    mtp: bool = False  # of a next-token-prediction layer
+
+    def sibling(self, pattern: str) -> str:
+        """The module that `pattern` names in the same layer."""
+        return numbered(pattern, self.layer, self.expert)
+
+    @property
+    def fused_module(self) -> str | None:
+        """Full name of the merged module this one goes into, or None."""
+        return self.spec.fused_module(self.module)
+
+
+def numbered(pattern: str, layer: int | None, expert: int | None = None) -> str:
+    """The name that a pattern stands for."""
+    name = pattern if layer is None else pattern.replace("{layer}", str(layer))
+    return name if expert is None else name.replace("{expert}", str(expert))
+
+
+def claim(spec: ArchSpec, names: Iterable[str], config: dict[str, Any]) -> dict[str, Claim | None]:
+    """Say what every tensor is; None for one that is kept as it is.
+
+    config: the language part of config.json. Raises UnsupportedError for a tensor that no pattern
+    claims, that lies in a layer beyond num_hidden_layers, that is missing from the checkpoint, or
+    for a bias that config.json does not provide for.
+    """
+    layers = spec.sizes(config)["num_hidden_layers"]
+    claims, unclaimed = recognize(spec, names)
+    if unclaimed:
+        are, them = ("is", "it") if len(unclaimed) == 1 else ("are", "them")
+        ours = SPECS / f"{spec.model_type}.yaml"
+        place = f"in a copy of {ours} and pass the copy with --arch-spec"
+        raise UnsupportedError(
+            f"The spec of {spec.model_type} does not say what {some(unclaimed)} {are}: "
+            f"describe {them} {place if ours.is_file() else 'there'}."
+        )
+    claims = {name: found and _placed(found, layers, spec) for name, found in claims.items()}
+    found = [item for item in claims.values() if item and not item.mtp]
+    if beyond := [c.tensor for c in found if c.layer is not None and c.layer >= layers]:
+        raise UnsupportedError(
+            f"num_hidden_layers is {layers} in config.json, and the checkpoint also holds "
+            f"{some(beyond)}: correct config.json or remove the other tensors."
+        )
+    if extra := [c for c in found if c.part == "bias" and spec.has_bias(c.spec, config) is False]:
+        raise UnsupportedError(
+            f"The checkpoint holds {some([c.tensor for c in extra])}, and "
+            f"{spec.bias_rule(extra[0].spec, config)}: correct that, or remove the "
+            f"tensor{'s' if len(extra) > 1 else ''}, which engines would leave out."
+        )
+    check_complete(spec, claims, config)
+    return claims
+
+
+def _placed(found: Claim, layers: int, spec: ArchSpec) -> Claim:
+    """Layers behind the decoder's are for predicting further tokens, where a spec has such."""
+    behind = found.layer is not None and found.layer >= layers and any(m.mtp for m in spec.modules)
+    return replace(found, mtp=True) if behind or found.spec.mtp else found
+
+
+def recognize(spec: ArchSpec, names: Iterable[str]) -> tuple[dict[str, Claim | None], list[str]]:
+    """What the tensors are that a pattern claims, and the names of the others."""
+    index = _index(spec.modules)
+    keepers = [matcher(pattern) for pattern in spec.keep]
+    claims: dict[str, Claim | None] = {}
+    unclaimed = []
+    for name in names:
+        if any(keeper.fullmatch(name) for keeper in keepers):
+            claims[name] = None
+        elif found := _find(name, index):
+            claims[name] = found
+        else:
+            unclaimed.append(name)
+    return claims, unclaimed
+
+
+_Candidate = tuple[re.Pattern[str], ModuleSpec, Part, str]
+_NUMBER = re.compile(r"(?<=\.)(\d+|\{layer\}|\{expert\})(?=\.|$)")
+
+
+@cache
+def _index(modules: tuple[ModuleSpec, ...]) -> dict[str, list[_Candidate]]:
+    """Candidates by name with every number left out: a model of many experts has 10^5 names."""
+    index: dict[str, list[_Candidate]] = {}
+    for module in described(modules):
+        for part, suffix in module.suffixes.parts():
+            tensor = module.pattern + suffix
+            # A pattern with a wildcard may be any name's.
+            key = "" if "*" in tensor else _NUMBER.sub("#", tensor)
+            index.setdefault(key, []).append((matcher(tensor), module, part, suffix))
+    return index
+
+
+def described(modules: tuple[ModuleSpec, ...]) -> Iterator[ModuleSpec]:
+    """The modules, and those under whose names their experts are written."""
+    patterns = {module.pattern for module in modules}
+    for module in modules:
+        base = module.variant or ("experts",)
+        written = [name for name in module.written_as if name not in patterns]
+        yield replace(module, variant=(*base, "stored together")) if written else module
+        for name in written:
+            yield replace(
+                module,
+                pattern=name,
+                axes="out in",
+                written_as=(),
+                interleaved=False,
+                suffixes=Suffixes(),
+                shape=None,
+                fused=module.fused or "+".join(n.rpartition(".")[2] for n in module.written_as),
+                variant=(*base, "stored apart"),
+            )
+
+
+def _find(name: str, index: dict[str, list[_Candidate]]) -> Claim | None:
+    for pattern, module, part, suffix in (
+        *index.get(_NUMBER.sub("#", name), ()),
+        *index.get("", ()),
+    ):
+        if hit := pattern.fullmatch(name):
+            numbers = {key: int(value) for key, value in hit.groupdict().items()}
+            owner = name.removesuffix(suffix) if suffix else name
+            return Claim(name, owner, part, module, numbers.get("layer"), numbers.get("expert"))
+    return None
+
+
+def fused_module(spec: ArchSpec, module: str) -> str | None:
+    """Full name of the merged module into which engines put `module`, or None."""
+    found = _find(f"{module}.weight", _index(spec.modules)) or _find(module, _index(spec.modules))
+    return found.fused_module if found else None
+
+
+def check_complete(spec: ArchSpec, names: Collection[str], config: dict[str, Any]) -> None:
+    """Raise UnsupportedError where a tensor is missing that the architecture always has."""
+    layers = spec.sizes(config)["num_hidden_layers"]
+    missing: list[tuple[str, ModuleSpec]] = []
+    wanted = [
+        m for m in described(spec.modules)
+        if not (m.optional or m.mtp or (m.tied_to and spec.tied(config)))
+    ]  # fmt: skip
+    for module in (m for m in wanted if not m.variant):
+        numbers = range(layers) if "{layer}" in module.pattern else (None,)
+        missing += [(n, module) for n in _absent(spec, module, numbers, names, config)]
+    groups = {m.variant[0]: None for m in wanted if m.variant}
+    for group in groups:
+        modules = [m for m in wanted if m.variant and m.variant[0] == group]
+        for layer in range(layers):
+            missing += _absent_variant(spec, modules, layer, names, config)
+    if missing:
+        raise UnsupportedError(
+            f"The checkpoint lacks {some([name for name, _ in missing])}, "
+            f"{_demand(spec, *missing[0], config)}."
+        )
+
+
+def _absent(
+    spec: ArchSpec,
+    module: ModuleSpec,
+    layers: Iterable[int | None],
+    names: Collection[str],
+    config: dict[str, Any],
+) -> list[str]:
+    """Tensors of a module that should be there."""
+    found = []
+    experts: Iterable[int | None] = (None,)
+    if "{expert}" in module.pattern:
+        assert spec.experts is not None
+        experts = range(spec.sizes(config)[spec.experts])
+    biased = spec.has_bias(module, config)
+    suffixes = [suffix for part, suffix in module.suffixes.parts() if part == "weight" or biased]
+    for layer in layers:
+        for expert in experts:
+            owner = numbered(module.pattern, layer, expert)
+            found += [owner + suffix for suffix in suffixes if owner + suffix not in names]
+    return found
+
+
+def _absent_variant(
+    spec: ArchSpec,
+    modules: list[ModuleSpec],
+    layer: int,
+    names: Collection[str],
+    config: dict[str, Any],
+) -> list[tuple[str, ModuleSpec]]:
+    """Tensors that a layer lacks of the variant it shows, or of the first if it shows none."""
+    absent = {module: _absent(spec, module, [layer], names, config) for module in modules}
+    whole = {m: len(_absent(spec, m, [layer], (), config)) for m in modules}
+    shown = {m.variant for m in modules if len(absent[m]) < whole[m]}
+    if not shown:
+        shown = {modules[0].variant}
+    deepest = max(shown, key=len)
+    if other := next((v for v in shown if v != deepest[: len(v)]), None):
+        raise UnsupportedError(
+            f"Layer {layer} of the checkpoint holds tensors of two kinds of {deepest[0]}, "
+            f"{deepest[-1]} and {other[-1]}: remove those that do not belong to it."
+        )
+    # What is divided further must show one of its kinds.
+    while deeper := sorted({m.variant for m in modules if m.variant[:-1] == deepest}):
+        deepest = deeper[0]
+    lacking = [m for m in modules if m.variant == deepest[: len(m.variant)]]
+    return [(name, module) for module in lacking for name in absent[module]]
+
+
+def _demand(spec: ArchSpec, name: str, module: ModuleSpec, config: dict[str, Any]) -> str:
+    """Why a missing tensor should be there, and the next step."""
+    if module.bias is not None and name.endswith(module.suffixes.bias or "\0"):
+        return f"and {spec.bias_rule(module, config)}: complete the weights, or correct that"
+    if module.tied_to:
+        return (
+            f"which every untied {spec.model_type} model has: set tie_word_embeddings to true "
+            "in config.json if the head is the embedding, otherwise complete the checkpoint"
+        )
+    if "{layer}" in module.pattern:
+        return (
+            f"and num_hidden_layers is {spec.sizes(config)['num_hidden_layers']} in config.json: "
+            "complete the checkpoint, or correct config.json"
+        )
+    return f"which every {spec.model_type} model has: complete the checkpoint"
+
+
+def some(names: list[str]) -> str:
+    """The first three names, and how many there are more."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more

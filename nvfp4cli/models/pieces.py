@@ -1,0 +1,60 @@
+"""One matrix in a stored tensor that holds several, or holds them the other way round.
+
+Everything that is done to a weight is written for a matrix [out, in], and for a bias [out]. A piece
+says which part of a stored tensor such a matrix is: the expert, the rows, the order of the axes.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from nvfp4cli.models.claims import Claim, numbered
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Rows start, start + step, ... of one expert's matrix, or of the whole tensor.
+
+    module: the name under which it is written. expert: None where the tensor has no such axis.
+    transposed: the tensor holds [in, out]. rows: how many there are.
+    """
+
+    module: str
+    expert: int | None
+    transposed: bool
+    start: int
+    step: int
+    rows: int
+
+    def of(self, tensor: Tensor) -> Tensor:
+        """The matrix [rows, in] or the bias [rows]; tensor: of its expert, as it is stored."""
+        matrix = upright(tensor, self.transposed)
+        return matrix[self.start : self.start + self.step * self.rows : self.step]
+
+
+def upright(tensor: Tensor, transposed: bool) -> Tensor:
+    """[out, in] of what is stored the one way or the other; a bias as it is."""
+    return tensor.T if transposed and tensor.ndim == 2 else tensor
+
+
+def transposed(claim: Claim) -> bool:
+    """True for a weight that is stored [in, out]."""
+    return claim.part == "weight" and claim.spec.axes.endswith("in out")
+
+
+def matrix_shape(claim: Claim, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """[out, in] of one matrix, or [out], of a stored tensor of `shape`."""
+    own = shape[1:] if claim.spec.per_expert else shape
+    return own[::-1] if transposed(claim) else own
+
+
+def pieces(claim: Claim, shape: tuple[int, ...]) -> Iterator[Piece]:
+    """The matrices under whose names a tensor of experts is written, expert by expert."""
+    count = len(claim.spec.written_as)
+    rows = matrix_shape(claim, shape)[0] // count
+    for expert in range(shape[0]):
+        for number, pattern in enumerate(claim.spec.written_as):
+            start, step = (number, count) if claim.spec.interleaved else (number * rows, 1)
+            name = numbered(pattern, claim.layer, expert)
+            yield Piece(name, expert, transposed(claim), start, step, rows)

@@ -1,0 +1,191 @@
+"""Which linear modules are quantised: the architecture's choice, and the user's patterns."""
+
+import fnmatch
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+
+from nvfp4cli.errors import RecipeError, UnsupportedError
+from nvfp4cli.formats.nvfp4 import BLOCK
+from nvfp4cli.layouts.record import Layout
+from nvfp4cli.models.claims import Claim, numbered
+from nvfp4cli.models.pieces import matrix_shape
+from nvfp4cli.models.spec import ArchSpec
+from nvfp4cli.recipe import Recipe
+
+# Layouts whose engines read no experts in them.
+_WITHOUT_EXPERTS = ("torchao", "comfy")
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Names of the weights to quantise -> the reason, and notes about the patterns."""
+
+    reasons: dict[str, str]
+    notes: tuple[str, ...] = ()
+
+
+def select(
+    claims: Collection[Claim | None],
+    shapes: Mapping[str, tuple[int, ...]],
+    recipe: Recipe,
+    layout: Layout | None,
+    spec: ArchSpec,
+    head_is_tied: bool,
+) -> Selection:
+    """Decide, and raise RecipeError or UnsupportedError for what cannot be done.
+
+    shapes: of the tensors from which weights are made, by the weights' names. layout: None for
+    scheme none. head_is_tied: it stays the embedding.
+    """
+    if layout is None:
+        unused = recipe.ignore or recipe.include
+        note = "--ignore and --include do nothing with --scheme none: leave them out."
+        return Selection({}, (note,) if unused else ())
+    linears = {
+        claim.module: claim
+        for claim in claims
+        if claim and claim.part == "weight" and claim.spec.quantizable and not claim.mtp
+    }
+    ignored = {pattern: _matching(pattern, linears, shapes) for pattern in recipe.ignore}
+    included = {pattern: _matching(pattern, linears, shapes) for pattern in recipe.include}
+    notes = [
+        f"--{option} {pattern!r} matches no linear module: name one such as "
+        f"{next(iter(linears))!r}, * standing for any text."
+        for option, found in (("ignore", ignored), ("include", included))
+        for pattern, modules in found.items()
+        if not modules
+    ]
+    out = {module for modules in ignored.values() for module in modules}
+    extra = {m for modules in included.values() for m in modules if not linears[m].spec.quantize}
+    _check_included(extra, recipe, spec, head_is_tied)
+    chosen = {
+        claim.tensor: "linear" if claim.spec.quantize else "--include"
+        for module, claim in linears.items()
+        if module not in out and (claim.spec.quantize or module in extra)
+    }
+    if not chosen:
+        raise RecipeError(
+            "The --ignore patterns leave nothing to quantise: ignore less, or use --scheme none."
+        )
+    _check_experts(linears, chosen, layout)
+    _check_widths(linears, chosen, shapes)
+    return Selection(chosen, (*notes, *_split_groups(linears, chosen)))
+
+
+def _matching(
+    pattern: str, linears: dict[str, Claim], shapes: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """Modules that a pattern names: a shell pattern, or a regular expression behind `re:`.
+
+    Of experts in one tensor it must name all, since what is left could not be stored.
+    """
+    matches: Callable[[str], object] = lambda module: fnmatch.fnmatchcase(module, pattern)  # noqa: E731
+    if pattern.startswith("re:"):
+        matches = re.compile(pattern[3:]).match
+    found = []
+    for module, claim in linears.items():
+        written = _written(claim, shapes)
+        hits = [name for name in written if matches(name)]
+        if matches(module) or (hits and len(hits) == len(written)):
+            found.append(module)
+        elif hits:
+            raise RecipeError(
+                f"{pattern!r} names {hits[0]} and {len(written) - len(hits)} other matrices of "
+                f"{claim.tensor} not, which are stored together: name all of them or none."
+            )
+    return found
+
+
+def _written(claim: Claim, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
+    """The modules as which experts in one tensor are written."""
+    experts = range(shapes[claim.tensor][0]) if claim.spec.written_as else ()
+    return [numbered(p, claim.layer, expert) for expert in experts for p in claim.spec.written_as]
+
+
+def _check_included(extra: set[str], recipe: Recipe, spec: ArchSpec, head_is_tied: bool) -> None:
+    if extra and recipe.layout == "torchao":
+        raise RecipeError(
+            f"The torchao layout keeps {min(extra)} in the source dtype, whatever the file says: "
+            "use --layout compressed-tensors or modelopt to quantise it."
+        )
+    heads = [module.pattern for module in spec.heads]
+    patterns = recipe.include if head_is_tied else ()
+    if tied := [head for p in patterns for head in heads if fnmatch.fnmatchcase(head, p)]:
+        raise RecipeError(
+            f"{tied[0]} is tied to the embedding, which engines do not read in NVFP4: "
+            "leave it out of --include."
+        )
+
+
+def _check_experts(linears: dict[str, Claim], chosen: dict[str, str], layout: Layout) -> None:
+    """Raise UnsupportedError for experts in a layout whose engines do not look for them."""
+    experts = [
+        module
+        for module, claim in linears.items()
+        if claim.tensor in chosen and (claim.spec.per_expert or claim.expert is not None)
+    ]
+    if experts and layout.NAME in _WITHOUT_EXPERTS:
+        raise UnsupportedError(
+            f"No engine reads experts such as {experts[0]} in the {layout.NAME} layout: use "
+            "--layout compressed-tensors or modelopt, or keep them with --ignore '*.experts.*'."
+        )
+
+
+def _split_groups(linears: dict[str, Claim], chosen: dict[str, str]) -> list[str]:
+    """Engines refuse a fused layer of which one part is quantised and another is not."""
+    groups: dict[str, list[Claim]] = {}
+    for claim in linears.values():
+        if claim.fused_module:
+            groups.setdefault(claim.fused_module, []).append(claim)
+    split = [
+        fused
+        for fused, members in groups.items()
+        if len({claim.tensor in chosen for claim in members}) > 1
+    ]
+    if not split:
+        return []
+    parts = ", ".join(claim.module.rpartition(".")[2] for claim in groups[split[0]])
+    others = len(split) - 1
+    more = f" and of {others} more such layer{'s' if others > 1 else ''}" if others else ""
+    return [
+        f"The patterns quantise only a part of {split[0]}{more}, which engines refuse: ignore all "
+        f"of {parts} or none of them."
+    ]
+
+
+def _check_widths(
+    linears: dict[str, Claim], chosen: dict[str, str], shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """NVFP4 blocks are 16 wide. One error lists every layer that has a rest."""
+    bad = {}
+    for module, claim in linears.items():
+        if claim.tensor not in chosen:
+            continue
+        shape = matrix_shape(claim, shapes[claim.tensor])
+        if len(shape) != 2 or shape[1] % BLOCK:
+            bad[module] = list(shape)
+    if bad:
+        layers = ", ".join(f"{module} {shape}" for module, shape in bad.items())
+        patterns = _collapsed(bad)
+        raise UnsupportedError(
+            f"NVFP4 needs in_features that are a multiple of {BLOCK}, which these layers lack: "
+            f"{layers}; keep them in the source dtype with "
+            + " ".join(f"--ignore '{pattern}'" for pattern in patterns) + "."
+        )  # fmt: skip
+
+
+def _collapsed(modules: Iterable[str]) -> list[str]:
+    """Shell patterns for modules of all layers."""
+    return sorted({re.sub(r"\.\d+(?=\.|$)", ".*", module) for module in modules})
+
+
+def presets(claims: Iterable[Claim | None], reasons: Mapping[str, str]) -> dict[str, list[str]]:
+    """Why an architecture keeps linear modules -> patterns of them, where --include did not ask."""
+    found: dict[str, list[str]] = {}
+    for claim in claims:
+        if claim is None or claim.part != "weight" or not claim.spec.quantizable:
+            continue
+        if not claim.spec.quantize and claim.spec.because and claim.tensor not in reasons:
+            found.setdefault(claim.spec.because, []).append(claim.module)
+    return {because: _collapsed(modules) for because, modules in found.items()}
