@@ -16,6 +16,7 @@ LAYOUT_NAMES = ("torchao", "comfy", "compressed-tensors", "modelopt")
 ROTATIONS = ("none", "r1", "r2", "r1r2")
 ROTATION_KINDS = ("hadamard", "block-16", "block-32", "block-64", "block-128", "qr")
 DTYPES = ("source", "bfloat16", "float16", "float32")
+MTP = ("keep", "drop")
 
 _CHOICES = {
     "scheme": SCHEMES,
@@ -23,6 +24,7 @@ _CHOICES = {
     "rotate": ROTATIONS,
     "rotation_kind": ROTATION_KINDS,
     "dtype": DTYPES,
+    "mtp": MTP,
 }
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SEEDS = 2**64  # what readers of the record in other languages hold
@@ -35,8 +37,9 @@ class Recipe:
     scheme: w4a16 (NVFP4 weights) or none (folds only). layout: on-disk convention. rotate: which
     rotations are folded in, of which rotation_kind, from which seed. ignore: patterns of modules
     that stay in the source dtype. include: patterns of modules that are quantised although the
-    architecture's spec keeps them (lm_head). dtype: of the tensors that are not quantised.
-    max_shard_size: of an output file, such as "5GB".
+    architecture's spec keeps them (lm_head). dtype: of the tensors that are not quantised. mtp:
+    whether layers that predict further tokens (speculative decoding) are kept, in the source dtype,
+    or left out. max_shard_size: of an output file, such as "5GB".
 
     Raises RecipeError for a value that makes no sense.
     """
@@ -49,6 +52,7 @@ class Recipe:
     ignore: tuple[str, ...] = ()
     include: tuple[str, ...] = ()
     dtype: str = "source"
+    mtp: str = "keep"
     max_shard_size: str = "5GB"
 
     def __post_init__(self) -> None:

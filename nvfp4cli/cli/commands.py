@@ -10,7 +10,16 @@ import typer
 
 from nvfp4cli import __version__
 from nvfp4cli.errors import UsageError
-from nvfp4cli.recipe import DTYPES, LAYOUT_NAMES, ROTATION_KINDS, ROTATIONS, SCHEMES, Recipe, load
+from nvfp4cli.recipe import (
+    DTYPES,
+    LAYOUT_NAMES,
+    MTP,
+    ROTATION_KINDS,
+    ROTATIONS,
+    SCHEMES,
+    Recipe,
+    load,
+)
 
 app = typer.Typer(
     name="nvfp4",
@@ -73,6 +82,12 @@ Strict = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to compute.")]
+Mtp = Annotated[
+    str | None,
+    typer.Option(
+        metavar=_one_of(MTP), show_default=Recipe.mtp, help="Layers that predict further tokens."
+    ),
+]
 ShardSize = Annotated[
     str | None,
     typer.Option(show_default=Recipe.max_shard_size, help="Largest size of an output file."),
@@ -121,6 +136,7 @@ def quantize(
             metavar=_one_of(DTYPES), show_default=Recipe.dtype, help="Of what is not quantised."
         ),
     ] = None,
+    mtp: Mtp = None,
     max_shard_size: ShardSize = None,
     arch_spec: Annotated[
         Path | None,
@@ -143,6 +159,7 @@ def quantize(
         "ignore": tuple(ignore) if ignore else None,
         "include": tuple(include) if include else None,
         "dtype": dtype,
+        "mtp": mtp,
         "max_shard_size": max_shard_size,
     }
     wish = (load(recipe) if recipe is not None else Recipe()).merged(**options)
@@ -194,6 +211,23 @@ def inspect(
     from nvfp4cli.cli import inspecting
 
     if inspecting.inspect(checkpoint, against, revision, as_json=as_json) and strict:
+        raise typer.Exit(1)
+
+
+@app.command("check-model")
+def check_model(
+    model: Annotated[str, typer.Argument(help="A checkpoint folder, hub id or config.json.")],
+    arch_spec: Annotated[
+        Path | None,
+        typer.Option(parser=_path, help="Architecture spec to prove instead of the tool's own."),
+    ] = None,
+    revision: Revision = None,
+    as_json: Json = False,
+) -> None:
+    """Prove that rotations keep what a model computes, on a small random twin of it."""
+    from nvfp4cli.cli import checking
+
+    if checking.check_model(model, revision, arch_spec, as_json=as_json):
         raise typer.Exit(1)
 
 

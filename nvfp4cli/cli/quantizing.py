@@ -121,9 +121,16 @@ def _show_or_run(plan: Plan, out: Path, manner: Manner) -> None:
         _run(plan, out, manner)
 
 
-def _run(plan: Plan, out: Path, manner: Manner) -> None:
+def _tell(plan: Plan) -> None:
+    """Warnings, and what the architecture keeps in the source dtype."""
     for message in plan.facts.warnings:
         console.warn(message)
+    for because, patterns in plan.facts.presets.items():
+        console.say(f"Kept in the source dtype ({because}): {', '.join(patterns)}")
+
+
+def _run(plan: Plan, out: Path, manner: Manner) -> None:
+    _tell(plan)
     device = pick(manner.device)
     began = time.perf_counter()
     found = list(plan.facts.warnings)
@@ -172,6 +179,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
         "scheme": _scheme(plan),
         "rotation": plan.facts.rotation,
         "source_bytes": plan.source.checkpoint.nbytes,
+        "presets": plan.facts.presets,
         "totals": plan.totals(),
     }
 
@@ -199,8 +207,7 @@ def _next_step(plan: Plan, out: Path) -> str:
 
 def _show_plan(plan: Plan, as_json: bool) -> None:
     """Every tensor's decision and the needs of the run."""
-    for message in plan.facts.warnings:
-        console.warn(message)
+    _tell(plan)
     rows = [
         {
             "name": member.name,

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from nvfp4cli.checkpoint.reader import Checkpoint, TensorInfo
+from nvfp4cli.checkpoint.reader import Checkpoint
 from nvfp4cli.describe import folder
 from nvfp4cli.describe.architecture import spec_of
 from nvfp4cli.describe.inventory import Inventory
@@ -20,6 +20,7 @@ from nvfp4cli.describe.record import Violation, Weight
 from nvfp4cli.describe.values import decode, same_bytes
 from nvfp4cli.errors import CheckpointError, UnsupportedError
 from nvfp4cli.layouts import open_weights
+from nvfp4cli.layouts.sources import Source, SourceTensor, open_source
 from nvfp4cli.models.claims import Claim, recognize
 from nvfp4cli.models.pieces import Piece, matrix_shape, pieces, transposed, upright
 from nvfp4cli.models.spec import ArchSpec
@@ -86,16 +87,18 @@ def compare(
     """Measure every tensor, one at a time.
 
     name: the source as the user calls it. unreadable: weights that lack a part. Raises
-    CheckpointError for a source that is quantised itself, UnsupportedError where the rotation
+    CheckpointError for a source that is in NVFP4 itself, UnsupportedError where the rotation
     cannot be repeated.
     """
-    if open_weights(source).layout is not None or source.config.get("quantization_config"):
+    if open_weights(source).layout is not None:
         raise CheckpointError(
             f"{name} is quantised itself: give the unquantised model that the checkpoint was made "
             "from."
         )
     original = _Original.of(
-        source, spec_of(inventory.checkpoint), folder.read_record(inventory.checkpoint.folder)
+        open_source(source),
+        spec_of(inventory.checkpoint),
+        folder.read_record(inventory.checkpoint.folder),
     )
     weights = {weight.name: weight for weight in inventory.weights}
     found = _check_names(weights, original, name)
@@ -137,7 +140,7 @@ class _Original:
     source ties them. parts: an expert's tensor -> the source's that holds it, and which part.
     """
 
-    checkpoint: Checkpoint
+    source: Source
     spec: ArchSpec | None
     rotations: Rotations | None
     claims: dict[str, Claim | None]
@@ -145,20 +148,19 @@ class _Original:
     parts: dict[str, tuple[str, Piece]]
 
     @classmethod
-    def of(
-        cls, source: Checkpoint, spec: ArchSpec | None, record: folder.Record | None
-    ) -> "_Original":
+    def of(cls, source: Source, spec: ArchSpec | None, record: folder.Record | None) -> "_Original":
         rotated = record is not None and record.names != "none"
+        config = source.checkpoint.config
         if spec is None:
             if rotated:
                 raise UnsupportedError(
                     f"The checkpoint is rotated and there is no spec of "
-                    f"{source.config.get('model_type')!r} to rotate the source with: leave out "
+                    f"{config.get('model_type')!r} to rotate the source with: leave out "
                     "--against."
                 )
-            tied = dict([_TIED]) if source.config.get("tie_word_embeddings") else {}
+            tied = dict([_TIED]) if config.get("tie_word_embeddings") else {}
             return cls(source, None, None, {}, tied, {})
-        config = spec.language(source.config)
+        config = spec.language(config)
         claims, _ = recognize(spec, source.tensors)
         tied = {}
         if spec.tied(config):
@@ -183,9 +185,9 @@ class _Original:
         """The source's tensor, and which part of it: a tied head is the embedding."""
         return self.parts.get(name) or (self.tied.get(name, name), None)
 
-    def info(self, name: str) -> TensorInfo | None:
-        """Where the source holds a tensor."""
-        return self.checkpoint.tensors.get(self._place(name)[0])
+    def info(self, name: str) -> SourceTensor | None:
+        """What the source holds of a tensor."""
+        return self.source.tensors.get(self._place(name)[0])
 
     def _claim(self, name: str) -> Claim | None:
         place, piece = self._place(name)
@@ -194,7 +196,7 @@ class _Original:
     def shape(self, weight: Weight) -> tuple[int, ...]:
         """What a weight's must be: quantised, a source's matrix may lie the other way round."""
         place, piece = self._place(weight.name)
-        stored, one = self.checkpoint.tensors[place].shape, self._claim(weight.name)
+        stored, one = self.source.tensors[place].shape, self._claim(weight.name)
         if one is None or (piece is None and weight.format == "plain"):
             return stored
         matrix = matrix_shape(one, stored)
@@ -205,8 +207,8 @@ class _Original:
         one = self._claim(name)
         if one is None or self.spec is None or self.rotations is None:
             return ()
-        sizes = self.spec.sizes(self.spec.language(self.checkpoint.config))
-        shape = matrix_shape(one, self.checkpoint.tensors[self._place(name)[0]].shape)
+        sizes = self.spec.sizes(self.spec.language(self.source.checkpoint.config))
+        shape = matrix_shape(one, self.source.tensors[self._place(name)[0]].shape)
         return fold.edits(one, self.spec, self.rotations, sizes, shape)
 
     def turned(self, name: str) -> bool:
@@ -219,9 +221,8 @@ class _Original:
         place, piece = self._place(weight.name)
         if piece is not None:
             assert piece.expert is not None
-            whole = self.checkpoint.read_rows(place, piece.expert, piece.expert + 1)[0]
-            return piece.of(whole)
-        data = self.checkpoint.read(place)
+            return piece.of(self.source.read_index(place, piece.expert))
+        data = self.source.read(place)
         return upright(data, weight.format != "plain" and self.turned(weight.name))
 
 
@@ -232,7 +233,7 @@ def _check_names(weights: dict[str, Weight], original: _Original, name: str) -> 
     for part, (whole, _) in original.parts.items():
         divided.setdefault(whole, []).append(part)
     wanted: set[str] = set()
-    for tensor in original.checkpoint.tensors.keys() - original.tied.keys():
+    for tensor in original.source.tensors.keys() - original.tied.keys():
         apart = [part for part in divided.get(tensor, ()) if part in weights]
         wanted.update(divided[tensor] if apart else [tensor])
     for missing in sorted(wanted - weights.keys()):
@@ -249,18 +250,19 @@ def _check_names(weights: dict[str, Weight], original: _Original, name: str) -> 
 
 
 def _deviation(
-    weight: Weight, info: TensorInfo, inventory: Inventory, original: _Original
+    weight: Weight, info: SourceTensor, inventory: Inventory, original: _Original
 ) -> Deviation:
-    checkpoint, source = inventory.checkpoint, original.checkpoint
+    checkpoint, source = inventory.checkpoint, original.source
     edits = original.edits(weight.name)
     if weight.format != "plain":
         kind: Literal["quantized", "edited", "copied"] = "quantized"
     else:
         own = checkpoint.tensors[weight.name]
-        kind = "edited" if edits or own.dtype != info.dtype else "copied"
-        if kind == "copied" and weight.name in original.parts:
-            kind = "edited"  # its bytes lie apart in the source
-        if kind == "copied" and same_bytes(own, checkpoint, info, source):
+        apart = weight.name in original.parts or not info.stored  # its bytes are not the source's
+        kind = "edited" if edits or own.dtype != info.dtype or apart else "copied"
+        if kind == "copied" and same_bytes(
+            own, checkpoint, source.checkpoint.tensors[info.name], source.checkpoint
+        ):
             return Deviation(weight.name, kind, math.inf, 0.0, 0.0, 0.0)
     stored = decode(weight, inventory)
     expected = original.read(weight)

@@ -25,7 +25,7 @@ def check_baseline(
     are not told apart. Raises CheckpointError, from headers and small files alone.
     """
     checkpoint = open_checkpoint(folder)
-    if checkpoint.config.get("quantization_config") or open_weights(checkpoint).layout:
+    if open_weights(checkpoint).layout is not None:
         raise CheckpointError(f"The baseline {folder} is itself quantised: {_NEXT_STEP}")
     ours, theirs = (c.get_text_config().vocab_size for c in (config, configuration(folder)))
     if ours != theirs:

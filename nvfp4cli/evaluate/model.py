@@ -1,6 +1,8 @@
 """A checkpoint of any layout as a transformers model, to be measured."""
 
 import threading
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import EllipsisType
 from typing import Any
@@ -17,9 +19,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from nvfp4cli.checkpoint.reader import open_checkpoint
+from nvfp4cli.checkpoint.reader import Checkpoint, open_checkpoint
 from nvfp4cli.errors import CheckpointError, UnsupportedError
-from nvfp4cli.layouts import StoredWeights, open_weights
+from nvfp4cli.layouts.sources import Source, open_source
+from nvfp4cli.models import pieces
+from nvfp4cli.models import spec as specs
+from nvfp4cli.models.claims import Claim, recognize
 
 _NAMED = 3  # tensors an error message names before it only counts
 
@@ -42,14 +47,13 @@ def load(folder: Path, *, dtype: torch.dtype, device: str) -> PreTrainedModel:
     transformers.utils.logging.disable_progress_bar()
     transformers.utils.logging.set_verbosity_error()  # the faults it reports are raised below
     checkpoint = open_checkpoint(folder)
-    weights = open_weights(checkpoint)
     config, model_class = _architecture(folder, checkpoint.config)
     lock = threading.Lock()
     try:
         model, report = model_class.from_pretrained(
             None,
             config=config,
-            state_dict={name: _LazyTensor(weights, name, lock) for name in weights.names},
+            state_dict={name: _LazyTensor(read, lock) for name, read in _tensors(checkpoint)},
             dtype=dtype,
             device_map={"": device},
             ignore_mismatched_sizes=True,  # so that they are in the report, with their names
@@ -88,6 +92,43 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def _tensors(checkpoint: Checkpoint) -> Iterator[tuple[str, Callable[[], Tensor]]]:
+    """The model's tensors and how each is read.
+
+    Experts that are stored apart for engines, while the architecture has them in one tensor, are
+    put together again.
+    """
+    source = open_source(checkpoint)
+    path = specs.beside(checkpoint.folder, checkpoint.config.get("model_type"))
+    together: dict[str, list[list[str]]] = {}
+    claims: dict[str, Claim | None] = {}
+    if path is not None:
+        spec = specs.load_for(checkpoint.config, source.tensors.keys(), path)
+        together = pieces.joined(spec, source.tensors)
+        claims, _ = recognize(spec, [*source.tensors, *together])
+    apart = {name for experts in together.values() for parts in experts for name in parts}
+    for name in source.tensors.keys() - apart:
+        claim = claims.get(name)
+        # Codes are of [out, in] whatever the model has.
+        turned = claim is not None and pieces.transposed(claim) and not claim.spec.per_expert
+        if turned and not source.tensors[name].stored:
+            yield name, partial(_turned, source, name)
+        else:
+            yield name, partial(source.read, name)
+    for name, experts in together.items():
+        claim = claims[name]
+        assert claim is not None
+        yield name, partial(_together, source, claim, experts)
+
+
+def _turned(source: Source, name: str) -> Tensor:
+    return source.read(name).T
+
+
+def _together(source: Source, claim: Claim, experts: list[list[str]]) -> Tensor:
+    return pieces.join(claim, ([source.read(name) for name in parts] for parts in experts))
+
+
 class _LazyTensor:
     """A tensor that is read when transformers materialises it, as a safetensors slice would be.
 
@@ -95,14 +136,13 @@ class _LazyTensor:
     at a time.
     """
 
-    def __init__(self, weights: StoredWeights, name: str, lock: threading.Lock) -> None:
-        self._weights = weights
-        self._name = name
+    def __init__(self, read: Callable[[], Tensor], lock: threading.Lock) -> None:
+        self._read = read
         self._lock = lock
 
     def __getitem__(self, _: EllipsisType) -> Tensor:
         with self._lock:
-            return self._weights.tensor(self._name)
+            return self._read()
 
 
 def _architecture(

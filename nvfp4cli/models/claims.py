@@ -166,7 +166,8 @@ def check_complete(spec: ArchSpec, names: Collection[str], config: dict[str, Any
     groups = {m.variant[0]: None for m in wanted if m.variant}
     for group in groups:
         modules = [m for m in wanted if m.variant and m.variant[0] == group]
-        for layer in range(layers):
+        in_layers = any("{layer}" in module.pattern for module in modules)
+        for layer in range(layers) if in_layers else (None,):
             missing += _absent_variant(spec, modules, layer, names, config)
     if missing:
         raise UnsupportedError(
@@ -200,7 +201,7 @@ def _absent(
 def _absent_variant(
     spec: ArchSpec,
     modules: list[ModuleSpec],
-    layer: int,
+    layer: int | None,
     names: Collection[str],
     config: dict[str, Any],
 ) -> list[tuple[str, ModuleSpec]]:
@@ -213,8 +214,9 @@ def _absent_variant(
     deepest = max(shown, key=len)
     if other := next((v for v in shown if v != deepest[: len(v)]), None):
         raise UnsupportedError(
-            f"Layer {layer} of the checkpoint holds tensors of two kinds of {deepest[0]}, "
-            f"{deepest[-1]} and {other[-1]}: remove those that do not belong to it."
+            f"{'The checkpoint' if layer is None else f'Layer {layer} of the checkpoint'} holds "
+            f"tensors of two kinds of {deepest[0]}, {deepest[-1]} and {other[-1]}: remove those "
+            "that do not belong to it."
         )
     # What is divided further must show one of its kinds.
     while deeper := sorted({m.variant for m in modules if m.variant[:-1] == deepest}):

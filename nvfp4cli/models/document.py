@@ -24,6 +24,7 @@ _KINDS: dict[str, tuple[type, str]] = {
     "prefixes": (dict, "a mapping"),
     "value_path": (dict, "a mapping"),
     "refuse": (dict, "a mapping"),
+    "warn": (dict, "a mapping"),
     "tied_by_default": (bool, "true or false"),
     "modules": (dict, "a mapping"),
     "keep": (list, "a list"),
@@ -31,7 +32,7 @@ _KINDS: dict[str, tuple[type, str]] = {
     "multiples": (dict, "a mapping"),
     "biases": (dict, "a mapping"),
 }
-_MERGED = ("modules", "defaults", "multiples", "biases")
+_MERGED = ("modules", "defaults", "multiples", "biases", "refuse", "warn")
 
 
 def known() -> list[str]:
@@ -78,6 +79,12 @@ def _loaded(text: str) -> Any:
     return yaml.load(text, _UniqueKeys)
 
 
+def _is_bias(value: object) -> bool:
+    if isinstance(value, list):
+        return len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], bool)
+    return isinstance(value, bool | str)
+
+
 def _is_names(value: object) -> bool:
     return isinstance(value, list) and bool(value) and all(isinstance(v, str) for v in value)
 
@@ -112,12 +119,13 @@ def _check_keys(path: Path, document: dict[str, Any]) -> None:
             raise UnsupportedError(f"{path}: {key} is {value!r}: make it {words}.")
     values = (
         ("keep", document.get("keep", ()), lambda v: isinstance(v, str), "a pattern"),
-        ("biases", document.get("biases", {}).values(), lambda v: isinstance(v, bool | str),
-         "true, false, or an entry of config.json"),
+        ("biases", document.get("biases", {}).values(), _is_bias,
+         "true, false, or an entry of config.json, alone or in a list with its default"),
         ("defaults", document.get("defaults", {}).values(), sizes.is_default,
          "a number, or an expression such as hidden_size // num_attention_heads"),
         ("value_path", document.get("value_path", {}).values(), sizes.is_expression, "a size"),
         ("refuse", document.get("refuse", {}).values(), lambda v: isinstance(v, str), "a reason"),
+        ("warn", document.get("warn", {}).values(), lambda v: isinstance(v, str), "a sentence"),
         ("prefixes", document.get("prefixes", {}).values(), _is_names, "a list of names"),
         ("multiples", document.get("multiples", {}).values(), sizes.is_expression, "a size"),
     )  # fmt: skip

@@ -15,7 +15,7 @@ What may stand in a spec is described in docs/specs.md.
 """
 
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -195,9 +195,7 @@ def _shape(path: Path, pattern: str, axes: object) -> tuple[str, ...] | None:
     return tuple(axes)
 
 
-def check_references(
-    path: Path, modules: tuple[ModuleSpec, ...], biases: dict[str, bool | str]
-) -> None:
+def check_references(path: Path, modules: tuple[ModuleSpec, ...], biases: Collection[str]) -> None:
     roles = {module.pattern: module.role for module in modules}
     for module in modules:
         named = [("norm", norm, "norm") for norm in module.norm if norm != NO_NORM]

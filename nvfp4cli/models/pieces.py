@@ -4,12 +4,15 @@ Everything that is done to a weight is written for a matrix [out, in], and for a
 says which part of a stored tensor such a matrix is: the expert, the rows, the order of the axes.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
-from nvfp4cli.models.claims import Claim, numbered
+from nvfp4cli.models.claims import Claim, numbered, recognize
+from nvfp4cli.models.modules import ModuleSpec
+from nvfp4cli.models.spec import ArchSpec
 
 
 @dataclass(frozen=True)
@@ -58,3 +61,40 @@ def pieces(claim: Claim, shape: tuple[int, ...]) -> Iterator[Piece]:
             start, step = (number, count) if claim.spec.interleaved else (number * rows, 1)
             name = numbered(pattern, claim.layer, expert)
             yield Piece(name, expert, transposed(claim), start, step, rows)
+
+
+def joined(spec: ArchSpec, names: Iterable[str]) -> dict[str, list[list[str]]]:
+    """Tensors of experts that are stored apart here and together in the model.
+
+    Returns, by the model's name, the tensors of each expert in the order of its rows; see `join`.
+    A spec has the form of its model's own files first, so those that come apart there are left out.
+    """
+    position = {module.pattern: number for number, module in enumerate(spec.modules)}
+    places: dict[str, tuple[ModuleSpec, int]] = {}
+    for module in spec.modules:
+        for number, written in enumerate(module.written_as):
+            if position[module.pattern] < position.get(written, len(position)):
+                places.setdefault(written, (module, number))
+    found: dict[str, dict[int, dict[int, str]]] = {}
+    for name, claim in recognize(spec, names)[0].items():
+        if claim is None or claim.spec.pattern not in places:
+            continue
+        module, number = places[claim.spec.pattern]
+        suffix = getattr(module.suffixes, claim.part)
+        whole = numbered(module.pattern, claim.layer) + suffix
+        assert claim.expert is not None
+        found.setdefault(whole, {}).setdefault(claim.expert, {})[number] = name
+    return {
+        whole: [[parts[number] for number in sorted(parts)] for _, parts in sorted(experts.items())]
+        for whole, experts in found.items()
+    }
+
+
+def join(claim: Claim, experts: Iterable[list[Tensor]]) -> Tensor:
+    """The stored tensor of the matrices or biases of each expert; the inverse of `pieces`."""
+    stored = []
+    for parts in experts:
+        by_turns = claim.spec.interleaved
+        rows = torch.stack(parts, dim=1).flatten(0, 1) if by_turns else torch.cat(parts)
+        stored.append(upright(rows, transposed(claim)))
+    return torch.stack(stored)

@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from nvfp4cli.errors import CheckpointError, UnsupportedError
+from nvfp4cli.errors import UnsupportedError
 from nvfp4cli.models.document import SPECS, known, read
 from nvfp4cli.models.modules import ModuleSpec, check_choice, check_references, module, moved
 from nvfp4cli.models.sizes import Sizes
@@ -18,8 +18,10 @@ STORED = "nvfp4-arch-spec.yaml"
 
 Gain = Literal["plain", "one_plus"]
 NormKind = Literal["rms", "layer"]
+Bias = bool | str | list[Any]
 
 _EXPERT = "{expert}"
+_TIED = "tie_word_embeddings"
 _VALUE_PATH = {"heads": "num_key_value_heads", "head_dim": "head_dim"}
 
 
@@ -31,9 +33,11 @@ class ArchSpec:
     norm_kind: whether norms subtract the mean. norm_gain: what they multiply by, w or 1 + w.
     tied_by_default: tie_word_embeddings where config.json does not say. defaults: sizes where it
     does not, numbers or expressions. multiples: sizes that must be a multiple of another. biases:
-    whether there are, or the flag of config.json that says so, which is false where it is absent.
+    whether there are, or the flag of config.json that says so, with what holds where it is absent,
+    otherwise false.
     value_path: number and size of the heads that R2 rotates. experts: the size that counts experts.
-    refuse: rotation -> why it does not hold. wraps: the part of config.json that describes the
+    refuse: rotation -> why it does not hold. warn: rotation or layout -> what an engine makes of
+    it. wraps: the part of config.json that describes the
     language model, None where that is config.json itself.
     """
 
@@ -45,28 +49,24 @@ class ArchSpec:
     tied_by_default: bool
     defaults: dict[str, int | str]
     multiples: dict[str, str]
-    biases: dict[str, bool | str]
+    biases: dict[str, Bias]
     value_path: dict[str, str]
     experts: str | None
     refuse: dict[str, str]
+    warn: dict[str, str]
     wraps: str | None
 
     def language(self, config: dict[str, Any]) -> dict[str, Any]:
         """The part of config.json that describes the language model.
 
-        Raises CheckpointError where the two levels of a wrapper disagree about tied embeddings,
-        since it depends on the model class which of them wins.
+        Where the two levels of a wrapper disagree about tied embeddings, which of them wins
+        depends on the model class, and `tied_by_default` says what the tensors show.
         """
         if self.wraps is None:
             return config
-        part, key = dict(config[self.wraps]), "tie_word_embeddings"
-        said = {level[key] for level in (config, part) if key in level}
-        if len(said) > 1:
-            raise CheckpointError(
-                f"{key} is both true and false in config.json, in it and in its {self.wraps}: make "
-                "them agree with the model."
-            )
-        return {**part, **({key: said.pop()} if said else {})}
+        part = {key: value for key, value in config[self.wraps].items() if key != _TIED}
+        said = _tied_in(config, self.wraps)
+        return {**part, _TIED: said.pop()} if len(said) == 1 else part
 
     def sizes(self, config: dict[str, Any]) -> Sizes:
         """The sizes of a model. config: its language part."""
@@ -74,7 +74,7 @@ class ArchSpec:
 
     def tied(self, config: dict[str, Any]) -> bool:
         """True where the output head reuses the embedding."""
-        return bool(config.get("tie_word_embeddings", self.tied_by_default))
+        return bool(config.get(_TIED, self.tied_by_default))
 
     @cached_property
     def heads(self) -> tuple[ModuleSpec, ...]:
@@ -86,7 +86,10 @@ class ArchSpec:
         if module.bias is None:
             return None
         rule = self.biases[module.bias]
-        return rule if isinstance(rule, bool) else bool(config.get(rule))
+        if isinstance(rule, bool):
+            return rule
+        flag, default = rule if isinstance(rule, list) else (rule, False)
+        return bool(config.get(flag, default))
 
     def bias_rule(self, module: ModuleSpec, config: dict[str, Any]) -> str:
         """The fact behind `has_bias`, in words."""
@@ -94,9 +97,10 @@ class ArchSpec:
         rule = self.biases[module.bias]
         if isinstance(rule, bool):
             return f"a {self.model_type} model has {'a' if rule else 'no'} bias there"
-        if rule not in config:
-            return f"config.json does not set {rule}"
-        return f"{rule} is {str(bool(config[rule])).lower()} in config.json"
+        flag = rule[0] if isinstance(rule, list) else rule
+        if flag not in config:
+            return f"config.json does not set {flag}"
+        return f"{flag} is {str(bool(config[flag])).lower()} in config.json"
 
 
 def load(model_type: str, path: Path | None = None) -> ArchSpec:
@@ -127,27 +131,45 @@ def load_for(config: dict[str, Any], names: Collection[str], path: Path | None =
     """
     outer = load(str(config["model_type"]), path)
     document = read(path or SPECS / f"{outer.model_type}.yaml")
-    if outer.wraps is None:
-        return outer
-    part = config.get(outer.wraps)
-    if part is None:  # files from before there were two levels
-        outer, part = replace(outer, wraps=None), config
-    own = part.get("model_type") if isinstance(part, dict) and part is not config else None
-    inner = load(str(own or document.get("language_type")))
     prefixes = {
         old: next((new for new in options if any(n.startswith(new) for n in names)), options[0])
         for old, options in document.get("prefixes", {}).items()
     }
+    if outer.wraps is None:
+        return _prefixed(outer, prefixes)
+    part = config.get(outer.wraps)
+    if part is None:  # files from before there were two levels
+        outer, part = replace(outer, wraps=None), config
+    own = part.get("model_type") if isinstance(part, dict) and part is not config else None
+    inner = _prefixed(load(str(own or document.get("language_type"))), prefixes)
+    tied = inner.tied_by_default
+    if outer.wraps is not None and len(_tied_in(config, outer.wraps)) > 1:
+        tied = not any(f"{head.pattern}.weight" in names for head in inner.heads)
     return replace(
         inner,
         model_type=outer.model_type,
-        modules=(*outer.modules, *(module.prefixed(prefixes) for module in inner.modules)),
-        keep=(*outer.keep, *(moved(pattern, prefixes) for pattern in inner.keep)),
+        modules=(*outer.modules, *inner.modules),
+        keep=(*outer.keep, *inner.keep),
+        tied_by_default=tied,
         defaults={**inner.defaults, **outer.defaults},
         biases={**inner.biases, **outer.biases},
         refuse={**inner.refuse, **outer.refuse},
+        warn={**inner.warn, **outer.warn},
         wraps=outer.wraps,
     )
+
+
+def _tied_in(config: dict[str, Any], part: str) -> set[bool]:
+    """What the two levels of a wrapper say of tied embeddings."""
+    return {bool(level[_TIED]) for level in (config, config[part]) if _TIED in level}
+
+
+def _prefixed(spec: ArchSpec, prefixes: dict[str, str]) -> ArchSpec:
+    """The same model under names whose starts are exchanged."""
+    if all(old == new for old, new in prefixes.items()):
+        return spec
+    modules = tuple(module.prefixed(prefixes) for module in spec.modules)
+    return replace(spec, modules=modules, keep=tuple(moved(p, prefixes) for p in spec.keep))
 
 
 def beside(folder: Path, model_type: object) -> Path | None:
@@ -193,5 +215,6 @@ def _from_document(path: Path, model_type: str, document: dict[str, Any]) -> Arc
         value_path=document.get("value_path", _VALUE_PATH),
         experts=experts,
         refuse=document.get("refuse", {}),
+        warn=document.get("warn", {}),
         wraps=document.get("wraps"),
     )

@@ -206,7 +206,7 @@ def _load(plan: Plan, job: Job) -> list[Result]:
         elif member.piece and member.piece.expert is not None:
             place = member.source.name, member.piece.expert
             if place not in experts:
-                experts[place] = plan.source.read_index(*place)
+                experts[place] = compute.stored(member, plan.source)
             loaded.append(experts[place])
         else:
             loaded.append(plan.source.read(member.source.name))

@@ -10,6 +10,7 @@ from nvfp4cli import kernels
 from nvfp4cli.errors import WeightError
 from nvfp4cli.formats import nvfp4
 from nvfp4cli.layouts.record import Stored
+from nvfp4cli.layouts.sources import Source
 from nvfp4cli.models.pieces import upright
 from nvfp4cli.plan.record import Job, Member
 from nvfp4cli.rotate import fold
@@ -42,6 +43,13 @@ def quantized(
         else:
             results.append(Stored(kernels.quantize(tensors[i], scale)))
     return results, warnings
+
+
+def stored(member: Member, source: Source) -> Tensor:
+    """The tensor that a member is cut from or, of experts, its expert's part of it."""
+    if member.piece and member.piece.expert is not None:
+        return source.read_index(member.source.name, member.piece.expert)
+    return source.read(member.source.name)
 
 
 def matrix(member: Member, stored: Tensor) -> Tensor:

@@ -263,7 +263,9 @@ class _Passage:
         """A job without edits, in the writing thread; whole where it is not a matrix."""
         read = self._source.read
         results: list[compute.Result] = [
-            None if m.streamed else compute.rounded(read(m.source.name), m, read)
+            None
+            if m.streamed
+            else compute.rounded(compute.edited(m, compute.stored(m, self._source), read), m, read)
             for m in job.members
         ]
         emit(self._plan, job, results, self._shards)

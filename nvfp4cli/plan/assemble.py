@@ -35,7 +35,9 @@ def assemble(
 
     limit = None if layout is not None and layout.SINGLE_FILE else recipe.max_shard_bytes
     shards = make_shards([m.outputs for m in members], limit, metadata)
-    edited = _config(config, recipe, layout, contents, facts.untied)
+    edited = _config(
+        config, recipe, layout, contents, untied=facts.untied, without_mtp=facts.without_mtp
+    )
     for *path, key in source.drop_config_keys:
         if key != "quantization_config" or path:
             reduce(dict.__getitem__, path, edited).pop(key, None)
@@ -51,6 +53,10 @@ def assemble(
         texts[specs.STORED] = facts.spec_text
     texts[RECORD] = yaml.safe_dump(record, sort_keys=False)
     return Plan(source, weights, recipe, layout, tuple(jobs), tuple(shards), texts, facts)
+
+
+# How many layers predict further tokens, by the names that config.json gives it.
+_MTP_COUNTS = {"num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"}
 
 
 def _activations(weights: StoredWeights) -> bool:
@@ -86,7 +92,9 @@ def _config(
     recipe: Recipe,
     layout: Layout | None,
     contents: Contents,
+    *,
     untied: bool,
+    without_mtp: bool = False,
 ) -> dict[str, Any]:
     """The source's config.json with the quantisation, and with what the run changed, stated."""
     config = copy.deepcopy(source)
@@ -98,6 +106,8 @@ def _config(
         if untied:
             # Which level wins depends on the model class, so both must say it.
             level["tie_word_embeddings"] = False
+        if without_mtp:
+            level.update(dict.fromkeys(_MTP_COUNTS & level.keys(), 0))
         if recipe.dtype != "source":
             keys = [key for key in ("dtype", "torch_dtype") if key in level] or ["dtype"]
             level.update(dict.fromkeys(keys, recipe.dtype))

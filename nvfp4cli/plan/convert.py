@@ -66,6 +66,7 @@ def plan_convert(checkpoint: Checkpoint, layout_name: str, max_shard_size: str |
         presets={},
         copies=(),
         untied=False,
+        without_mtp=False,
         warnings=tuple(advice.warnings(jobs, layout)),
         next_step=advice.next_step(jobs, layout),
         spec_text="",

@@ -71,6 +71,8 @@ def plan_quantize(
     context, arch_spec = _context(open_source(checkpoint), recipe, arch_spec)
     spec, infos = context.spec, context.source.tensors
     claims = _ordered(claim(spec, infos, context.config), spec)
+    if recipe.mtp == "drop":
+        claims = {name: one for name, one in claims.items() if not (one and one.mtp)}
     held = {name: info.shape for name, info in infos.items()}
     shapes.check(claims.values(), held, context.sizes, spec.experts)
     fold.check(recipe.rotate, spec, claims.values())
@@ -95,12 +97,14 @@ def plan_quantize(
     facts = Facts(
         model=model,
         rotation=context.rotations.facts(),
-        kept=tuple(_kept(claims, chosen.reasons, spec)),
+        kept=tuple(_kept(claims, found, chosen.reasons, spec)),
         presets=selection.presets(claims.values(), chosen.reasons) if context.layout else {},
         copies=_tied_copies(context),
         untied=context.unties,
+        without_mtp=recipe.mtp == "drop",
         warnings=(
             *_already_quantized(context),
+            *_of_engines(context),
             *chosen.notes,
             *advice.warnings(jobs, context.layout),
         ),
@@ -127,12 +131,17 @@ def _context(
 
 
 def _kept(
-    claims: dict[str, Claim | None], reasons: dict[str, str], spec: ArchSpec
+    claims: dict[str, Claim | None],
+    infos: dict[str, SourceTensor],
+    reasons: dict[str, str],
+    spec: ArchSpec,
 ) -> Iterator[str]:
-    """Linear modules that stay in the source dtype."""
+    """Linear modules that stay in the source dtype, those of vision towers included."""
     for name, one in claims.items():
         if one and one.part == "weight" and one.spec.quantizable and name not in reasons:
             yield one.module
+        elif one is None and name.endswith(".weight") and len(infos[name].shape) > 1:
+            yield name.removesuffix(".weight")
     # A tied head has no tensor of its own, but engines build a linear module for it.
     for module in spec.heads:
         if f"{module.pattern}.weight" not in claims:
@@ -148,6 +157,14 @@ def _already_quantized(context: _Context) -> tuple[str, ...]:
         f"The source is quantised already ({found}) and its errors stay: start from the "
         "unquantised model, or use `nvfp4 convert` to change the layout of an NVFP4 one.",
     )
+
+
+def _of_engines(context: _Context) -> Iterator[str]:
+    """Warnings of the architecture's spec that apply to this run."""
+    layout = context.layout.NAME if context.layout else None
+    for case, sentence in context.spec.warn.items():
+        if case == layout or (case in ("r1", "r2") and case in context.recipe.rotate):
+            yield sentence
 
 
 def _heads(claims: dict[str, Claim | None], context: _Context) -> dict[str, Claim | None]:
@@ -176,7 +193,7 @@ def _tied_copies(context: _Context) -> tuple[tuple[str, str], ...]:
 
 def _source(one: Claim, context: _Context) -> str:
     """The tensor that a claimed one is made from: the embedding for a tied head."""
-    if one.spec.tied_to and context.tied:
+    if one.spec.tied_to and context.tied and one.part == "weight":
         return f"{one.spec.tied_to}.weight"
     return one.tensor
 

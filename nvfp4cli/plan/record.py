@@ -66,6 +66,11 @@ class Member:
         return self.source.nbytes * _numel(self.shape) // max(1, _numel(self.source.shape))
 
     @property
+    def loaded_bytes(self) -> int:
+        """Bytes in memory once it is read: what is quantised is decoded to fp32."""
+        return self.source_bytes if self.source.stored else 4 * _numel(self.shape)
+
+    @property
     def output_bytes(self) -> int:
         """Bytes written for this weight."""
         return sum(output.nbytes for output in self.outputs)
@@ -98,10 +103,10 @@ class Facts:
     """What the configuration files and the record of the run say beyond the jobs.
 
     model: the name the user gave. rotation: kind, seed and sizes. kept: linear modules that stay in
-    the source dtype. presets: why the architecture keeps some of them -> patterns. untied: the
-    output head no longer reuses the embedding. copies: stored heads that config.json ties and are
-    left out, each with its embedding. spec_text: the architecture spec used. own_spec: it is one of
-    the tool's and need not be stored.
+    the source dtype. presets: why the architecture keeps some of them -> patterns. without_mtp:
+    layers that predict further tokens were left out. untied: the output head no longer reuses the
+    embedding. copies: stored heads that config.json ties and are left out, each with its embedding.
+    spec_text: the architecture spec used. own_spec: it is one of the tool's and need not be stored.
     """
 
     model: str
@@ -109,6 +114,7 @@ class Facts:
     kept: tuple[str, ...]
     presets: dict[str, list[str]]
     untied: bool
+    without_mtp: bool
     copies: tuple[tuple[str, str], ...]
     warnings: tuple[str, ...]
     next_step: str  # what to do with the output, {out} or {path!r} standing for its folder
@@ -156,7 +162,7 @@ class Plan:
         the next job's sources, and outputs that are being written.
         """
         jobs = [[m for m in job.members if not m.streamed] for job in self.jobs]
-        read = [sum(m.source_bytes for m in members) for members in jobs]
+        read = [sum(m.loaded_bytes for m in members) for members in jobs]
         worked = max(map(_work_bytes, jobs), default=0)
         return worked + max(read, default=0) + self.queue_bytes + SCRATCH_BYTES
 
@@ -186,7 +192,7 @@ def _work_bytes(members: list[Member]) -> int:
     """Sources, outputs and, of edited weights, the fp32 forms; twice while rows are mixed."""
     edited = [m for m in members if m.edits]
     mixed = [_numel(m.shape) * 4 for m in edited if not all(e.row_local for e in m.edits)]
-    stored = sum(m.source_bytes + m.output_bytes for m in members)
+    stored = sum(m.loaded_bytes + m.output_bytes for m in members)
     return stored + sum(_numel(m.shape) * 4 for m in edited) + max(mixed, default=0)
 
 

@@ -21,7 +21,7 @@ def recipe_of(folder: Path) -> dict[str, object]:
     return yaml.safe_load((folder / "nvfp4.yaml").read_text())["recipe"]
 
 
-FACTS = {"layout", "scheme", "rotation", "source_bytes", "totals", "warnings"}
+FACTS = {"layout", "presets", "scheme", "rotation", "source_bytes", "totals", "warnings"}
 
 
 def test_json_of_a_run(run, llama, tmp_path):

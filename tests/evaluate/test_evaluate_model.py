@@ -149,7 +149,7 @@ def test_a_file_cut_short_while_it_is_read_is_our_error(tmp_path, monkeypatch):
     def fail(self: object, name: str) -> Tensor:
         raise CheckpointError(f"{name} was truncated")
 
-    monkeypatch.setattr("nvfp4cli.layouts.StoredWeights.tensor", fail)
+    monkeypatch.setattr("nvfp4cli.layouts.sources.Source.read", fail)
     with pytest.raises(CheckpointError, match="was truncated"):
         load(tmp_path, dtype=torch.float32, device="cpu")
 
