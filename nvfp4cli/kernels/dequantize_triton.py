@@ -12,7 +12,7 @@ from torch import Tensor
 from nvfp4cli.formats.nvfp4 import BLOCK, Quantized, check_blocks
 from nvfp4cli.kernels.load_triton import KINDS, factors, load_block, pairs
 from nvfp4cli.kernels.numbers_triton import block_scale, block_scale_ptx, in_ptx, is_fast
-from nvfp4cli.kernels.tiles_triton import block_amax, run, store_four, swizzled, tile, tiles
+from nvfp4cli.kernels.tiles_triton import block_amax, run, store_words, swizzled, tile, tiles
 
 WORDS = 1024  # of eight codes, of a program of `dequantize`; a power of two, as is TILE
 TILE = 256  # blocks of a program of `quantize_dequantize`
@@ -97,7 +97,7 @@ def store_pairs(
         )
     else:
         words = _half_bits(even, KIND) | (_half_bits(odd, KIND) << 16)
-    store_four(place, words, inside, EVEN)
+    store_words(place, words, inside, EVEN)
 
 
 @triton.jit
@@ -186,14 +186,14 @@ def _quantize_dequantize_kernel(
     if PTX:
         if is_fast(multiplier):
             byte, reciprocal = block_scale_ptx(
-                block_amax(a, b, c, d), multiplier, inverse, LATE, 1.0
+                block_amax(a, b, c, d, PTX), multiplier, inverse, LATE, 1.0
             )
         else:
             a, b, c, d = a * LATE, b * LATE, c * LATE, d * LATE
-            byte, reciprocal = block_scale(block_amax(a, b, c, d), multiplier)
+            byte, reciprocal = block_scale(block_amax(a, b, c, d, PTX), multiplier)
             a, b, c, d = _flush(a, b, c, d, reciprocal)
     else:
-        byte, reciprocal = block_scale(block_amax(a, b, c, d), multiplier)
+        byte, reciprocal = block_scale(block_amax(a, b, c, d, PTX), multiplier)
     scale = _e4m3_value(byte)[:, None]
     a, b, c, d = round_block(a, b, c, d, reciprocal, EXACT_SIGNS)
     a, b, c, d = a * scale, b * scale, c * scale, d * scale  # exact, as in `_dequantize_kernel`

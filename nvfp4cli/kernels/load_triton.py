@@ -4,6 +4,7 @@ The block is four fp32 tensors [T, 4]: the even and the odd elements of its firs
 half. Two neighbours of 16 bits are loaded as one 32-bit word, two of 32 bits as one of 64.
 """
 
+import struct
 from typing import NamedTuple
 
 import torch
@@ -16,12 +17,23 @@ from nvfp4cli.kernels.numbers_triton import MAGIC, reciprocal_ptx
 
 KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
 
-_TO_SHARE = tl.constexpr(-rotation.LOG2_E / 128)
-_SMALLEST_GATED = tl.constexpr(rotation.SMALLEST_GATED)
-_EXP2 = tl.constexpr(rotation.EXP2)
-
 # What gated blocks are multiplied by in PTX: 2^-100 becomes 2^-126.
 GATED_FACTOR = tl.constexpr(2.0**-26)
+
+_SMALLEST_GATED = tl.constexpr(rotation.SMALLEST_GATED)
+_SHARE = tl.constexpr(rotation.SHARE)
+_OCTAVES = tl.constexpr(rotation.OCTAVES)
+_STEP = tl.constexpr(rotation.STEP)
+_CENTER = tl.constexpr(rotation.CENTER)
+_SLOPE = tl.constexpr(rotation.SLOPE)
+_LINEAR = tl.constexpr(rotation.LINEAR)
+_CONSTANT = tl.constexpr(rotation.CONSTANT)
+_LOWEST = tl.constexpr(rotation.LOWEST)
+_SHARE_PTX = tl.constexpr(
+    f"fma.rn.sat.f32 $0, $1, 0fBC000000, 0f{struct.pack('>f', rotation.SHARE).hex()};"  # -1/128
+)
+# Octaves are counted from here in PTX, so that the eight low bits are the exponent of the power.
+_FIRST = tl.constexpr(MAGIC.value + 127 + 26 + rotation.LOWEST)  # 26: 1 / GATED_FACTOR
 
 
 class Pairs(NamedTuple):
@@ -131,26 +143,29 @@ def silu_mul(gate, up, PTX: tl.constexpr):
     That makes the smallest products fp32's smallest normal number, where flushing costs nothing.
     """
     if PTX:
-        share = _saturated(gate * _TO_SHARE)
-    else:
-        gate = _flush(gate, 2.0**-126)
-        share = tl.minimum(tl.maximum(gate * _TO_SHARE + 0.5, 0.0), 1.0)
-    # Products with 128 are exact, and that with the first coefficient is: share is a multiple of
-    # 2^-26, since its summands are, so f has 19 bits.
-    shifted = tl.fma(share, 128.0, MAGIC - 64)
-    f = tl.fma(share, 128.0, -(shifted - (MAGIC - 64)))
-    power = tl.fma(f, _EXP2[0], _EXP2[1])
-    power = power * f + _EXP2[2]
-    power = power * f + _EXP2[3]
-    exponent = shifted.to(tl.int32, bitcast=True) << 23
-    power = (power.to(tl.int32, bitcast=True) + exponent).to(tl.float32, bitcast=True)
-    if PTX:
-        # So is the product with the factor: the sum is rounded as that of power and 1.
-        sigmoid = reciprocal_ptx(tl.fma(power, 1 / GATED_FACTOR, 1 / GATED_FACTOR))
+        share = _share(gate)
+        octave = tl.fma(share, _OCTAVES, _FIRST)
+        y = tl.fma(share, _SLOPE, tl.fma(octave, -_STEP, _FIRST * _STEP + _CENTER))
+        power = tl.fma(tl.fma(y, y, _LINEAR), y, _CONSTANT)
+        scale = (octave.to(tl.int32, bitcast=True) << 23).to(tl.float32, bitcast=True)
+        # The product is exact: the sum is rounded as that of the power and 1.
+        sigmoid = reciprocal_ptx(tl.fma(power, scale, 1 / GATED_FACTOR))
         return _flushed_product(_flushed_product(gate, sigmoid), up)
     else:
+        gate = _flush(gate, 2.0**-126)
+        share = tl.minimum(tl.maximum(_SHARE - gate * 2.0**-7, 0.0), 1.0)
+        octave = _fma(share, _OCTAVES, MAGIC) - MAGIC
+        y = _fma(share, _SLOPE, _CENTER - octave * _STEP)
+        power = _fma(_fma(y, y, _LINEAR), y, _CONSTANT).to(tl.int32, bitcast=True)
+        power = (power + ((octave.to(tl.int32) + _LOWEST) << 23)).to(tl.float32, bitcast=True)
         silu = _flush(gate * tl.div_rn(1.0, power + 1.0), _SMALLEST_GATED)
         return _flush(silu * _flush(up, 2.0**-126), _SMALLEST_GATED)
+
+
+@triton.jit
+def _fma(a, b, c):
+    """`rotation._fma`: the interpreter does not fuse `tl.fma` in every version."""
+    return (a.to(tl.float64) * b + c).to(tl.float32)
 
 
 @triton.jit
@@ -159,10 +174,10 @@ def _flush(x, smallest):
 
 
 @triton.jit
-def _saturated(x):
-    """x + 1/2, limited to [0, 1]."""
+def _share(gate):
+    """SHARE - gate / 128, limited to [0, 1]; that product is exact."""
     return tl.inline_asm_elementwise(
-        "add.rn.sat.f32 $0, $1, 0f3F000000;", "=r,r", [x], dtype=tl.float32, is_pure=True, pack=1
+        _SHARE_PTX, "=r,r", [gate], dtype=tl.float32, is_pure=True, pack=1
     )
 
 

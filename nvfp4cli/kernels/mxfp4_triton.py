@@ -18,22 +18,22 @@ from nvfp4cli.kernels.dequantize_triton import (
     store_pairs,
 )
 from nvfp4cli.kernels.load_triton import KINDS, factors, load_block, pairs
-from nvfp4cli.kernels.numbers_triton import in_ptx, pack_bytes, pack_bytes_ptx
-from nvfp4cli.kernels.tiles_triton import run, store_four, tile, tiles
+from nvfp4cli.kernels.numbers_triton import in_ptx, pack_block
+from nvfp4cli.kernels.tiles_triton import block_amax, run, store_words, tile, tiles
 
 _HALF = 16  # values of a thread
 
 
 @triton.jit
-def _scale(a, b, c, d, FACTOR: tl.constexpr):
+def _scale(a, b, c, d, FACTOR: tl.constexpr, PTX: tl.constexpr):
     """Byte and reciprocal of the scales of four fp32 [T, 4], two rows a block: int32, fp32 [T].
 
     FACTOR: a power of two that has not been applied to the values; the reciprocal is multiplied by
     it. Of a finite maximum the byte is at most 252, and so the reciprocal at least 2^-125.
     """
-    amax = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+    amax = block_amax(a, b, c, d, PTX)
     blocks: tl.constexpr = amax.shape[0] // 2
-    amax = tl.max(tl.reshape(amax, (blocks, 8)), axis=1) * FACTOR
+    amax = tl.max(tl.reshape(amax, (blocks, 2)), axis=1) * FACTOR
     byte = tl.maximum((amax.to(tl.int32, bitcast=True) >> 23) - 2, 0)
     byte = tl.reshape(tl.broadcast_to(byte[:, None], (blocks, 2)), (2 * blocks,))
     return byte, ((254 - byte) << 23).to(tl.float32, bitcast=True) * FACTOR
@@ -49,7 +49,7 @@ def _value(byte):
 @triton.jit
 def _quantize_kernel(
     x_ptr,  # pairs [N, K/2]
-    packed_ptr,  # uint8 [N, K/2]
+    packed_ptr,  # int32 [N, K/8]
     scale_ptr,  # uint8 [N, K/32]
     n,
     halves_per_row,
@@ -70,16 +70,11 @@ def _quantize_kernel(
     )
     if EARLY != 1:
         a, b, c, d = a * EARLY, b * EARLY, c * EARLY, d * EARLY
-    byte, reciprocal = _scale(a, b, c, d, LATE)
-    factor = reciprocal[:, None]
-    # A value far below its block's largest can become -0 here, which is code 0: exact signs.
-    if PTX:
-        first, second = pack_bytes_ptx(a, b, factor, True), pack_bytes_ptx(c, d, factor, True)
-    else:
-        first, second = pack_bytes(a, b, factor), pack_bytes(c, d, factor)
+    byte, reciprocal = _scale(a, b, c, d, LATE, PTX)
     half = row * halves_per_row + column
-    store_four(packed_ptr + half * 8, first, inside, EVEN)
-    store_four(packed_ptr + half * 8 + 4, second, inside, EVEN)
+    # A value far below its block's largest can become -0 here, which is code 0: exact signs.
+    codes = pack_block(a, b, c, d, reciprocal, True, PTX)
+    store_words(packed_ptr + half * 2, codes, inside, EVEN)
     tl.store(scale_ptr + half // 2, byte.to(tl.uint8), mask=inside & (column % 2 == 0))
 
 
@@ -107,7 +102,7 @@ def _quantize_dequantize_kernel(
     )
     if EARLY != 1:
         a, b, c, d = a * EARLY, b * EARLY, c * EARLY, d * EARLY
-    byte, reciprocal = _scale(a, b, c, d, LATE)
+    byte, reciprocal = _scale(a, b, c, d, LATE, PTX)
     a, b, c, d = round_block(a, b, c, d, reciprocal, True)
     scale = _value(byte)[:, None]
     place = out_ptr + (row * halves_per_row + column) * 8
@@ -153,7 +148,7 @@ def quantize_mxfp4(x: Tensor, *, hadamard: int = 1) -> Quantized:
     with torch.cuda.device_of(x):  # Triton launches on the current device
         _quantize_kernel[shared.grid](
             words,
-            packed,
+            packed.view(torch.int32),
             scale_byte,
             n,
             k // _HALF,

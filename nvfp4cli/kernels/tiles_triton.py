@@ -5,8 +5,18 @@ from typing import NamedTuple
 import triton
 import triton.language as tl
 
+from nvfp4cli.kernels.numbers_triton import split_four
+
 _MAX_COLUMNS = 64  # of a tile: blocks of 16 from one row, 2 KB of bf16
 _MAX_AXIS = 65535  # programs along the second and the third axis of a grid
+
+# The largest of sixteen magnitudes. Of what is cut out of words LLVM would take each sign bit off
+# with an instruction of its own.
+_AMAX = tl.constexpr(
+    "{ .reg .f32 a, b; abs.f32 a, $1; "
+    + " ".join(f"abs.f32 b, ${i}; max.f32 a, a, b;" for i in range(2, 17))
+    + " mov.f32 $0, a; }"
+)
 
 
 class Tiles(NamedTuple):
@@ -61,16 +71,30 @@ def swizzled(row, column, columns):
 
 
 @triton.jit
-def block_amax(a, b, c, d):
+def block_amax(a, b, c, d, PTX: tl.constexpr):
     """[T], of four [T, 4]."""
-    amax = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
-    return tl.max(amax, axis=1)
+    if PTX:
+        e0, e1, e2, e3 = split_four(a)
+        o0, o1, o2, o3 = split_four(b)
+        f0, f1, f2, f3 = split_four(c)
+        p0, p1, p2, p3 = split_four(d)
+        return tl.inline_asm_elementwise(
+            _AMAX,
+            "=r" + ",r" * 16,
+            [e0, e1, e2, e3, o0, o1, o2, o3, f0, f1, f2, f3, p0, p1, p2, p3],
+            dtype=tl.float32,
+            is_pure=True,
+            pack=1,
+        )
+    else:
+        amax = tl.maximum(tl.maximum(tl.abs(a), tl.abs(b)), tl.maximum(tl.abs(c), tl.abs(d)))
+        return tl.max(amax, axis=1)
 
 
 @triton.jit
-def store_four(place, values, inside, EVEN: tl.constexpr):
-    """Store [T, 4] at pointers [T] and the three behind them. EVEN: all are inside."""
-    places = place[:, None] + tl.arange(0, 4)[None, :]
+def store_words(place, values, inside, EVEN: tl.constexpr):
+    """Store [T, S] at pointers [T] and the S - 1 behind them. EVEN: all are inside."""
+    places = place[:, None] + tl.arange(0, values.shape[1])[None, :]
     if EVEN:
         tl.store(places, values)
     else:
@@ -84,3 +108,27 @@ def store_one(place, values, inside, EVEN: tl.constexpr):
         tl.store(place, values)
     else:
         tl.store(place, values, mask=inside)
+
+
+@triton.jit
+def store_swizzled(
+    scale_ptr, byte, n, columns, COLUMNS: tl.constexpr, ROWS: tl.constexpr, EVEN: tl.constexpr
+):
+    """Store the bytes [T] of a `tile` where `swizzle.swizzle` puts them: four columns at a time.
+
+    n, columns: of the matrix, unpadded. COLUMNS: at least four. What the program alone decides is
+    computed once, and only that in int64.
+    """
+    quad = tl.arange(0, ROWS * COLUMNS // 4)
+    program = tl.program_id(2) * tl.num_programs(1) + tl.program_id(1)
+    first = program.to(tl.int64) * ROWS
+    per_row = (columns + 3) // 4
+    column = tl.program_id(0) * (COLUMNS // 4) + quad % (COLUMNS // 4)  # in fours
+    row = (first & 127).to(tl.int32) + quad // (COLUMNS // 4)  # from the start of a tile of 128
+    inside = (first // 128 * 128 + row < (n + 127) // 128 * 128) & (column < per_row)
+    base = (first // 128 * per_row + tl.program_id(0) * (COLUMNS // 4)) * 512
+    within = (row & 31) * 16 + (row >> 5 & 3) * 4 + quad % (COLUMNS // 4) * 512
+    if ROWS > 32:
+        within += (row >> 7) * (per_row * 512)
+    fours = tl.reshape(byte, (ROWS * COLUMNS // 4, 4))
+    store_words(scale_ptr + (base + within), fours, inside, EVEN)

@@ -7,7 +7,7 @@ from nvfp4cli.formats import rotation
 
 triton = pytest.importorskip("triton", reason="Triton has wheels for Linux only")
 
-POINTERS = {"packed_ptr": "*u8", "scale_ptr": "*u8", "amax_ptr": "*i32", "signs_ptr": "*fp32"}
+POINTERS = {"packed_ptr": "*i32", "scale_ptr": "*u8", "amax_ptr": "*i32", "signs_ptr": "*fp32"}
 SCALARS = {
     "n", "blocks_per_row", "halves_per_row", "words_per_row", "row_stride", "up_stride", "tiles",
     "x_stride", "padded_rows",
@@ -66,6 +66,7 @@ def test_quantize_and_amax(architecture, kind, hadamard, gated, ptx):
     constants |= {"SWIZZLED": gated, "EXACT_SIGNS": kind == "fp32" and not gated}
     ptx_text = compiled(_quantize_kernel, architecture, constants, **inputs)["ptx"]
     assert ("shf.l.wrap" in ptx_text) == ptx
+    assert "st.global.v2.b32" in ptx_text  # the codes of a block at once
 
 
 @pytest.mark.parametrize(("kind", "out"), [("bf16", "bf16"), ("fp32", "fp16")])
@@ -77,7 +78,7 @@ def test_through_and_back(kind, out):
     for module in (dequantize_triton, mxfp4_triton):
         assert compiled(module._quantize_dequantize_kernel, 90, constants, **places)["cubin"]
     decoding = {"COLUMNS": 64, "ROWS": 16, "EVEN": True, "SWIZZLED": out == "fp16", "KIND": out}
-    types = {"packed_ptr": "*i32", "scale_ptr": "*i8", "multiplier": "fp32", "out_ptr": words(out)}
+    types = {"scale_ptr": "*i8", "multiplier": "fp32", "out_ptr": words(out)}
     kernel = dequantize_triton._dequantize_kernel
     assert compiled(kernel, 90, {**decoding, "PTX": True}, **types)["cubin"]
 
@@ -91,6 +92,6 @@ def test_whole_rows(columns, order):
     constants = {**cut._asdict(), "KIND": "bf16", "PTX": True}
     inputs = {"x_ptr": "*i32", "up_ptr": "*i32", "signs_ptr": "*i32"}
     encoding = {"EARLY": rotation.normalizer(columns), "LATE": 1.0, "SWIZZLED": True, "GATED": True}
-    types = {**inputs, "packed_ptr": "*i32", "scale_ptr": "*i16"}
+    types = {**inputs, "scale_ptr": "*i16"}
     kernel = hadamard_triton._quantize_kernel
     assert compiled(kernel, 90, {**constants, **encoding}, **types)["cubin"]
