@@ -13,19 +13,30 @@ from torch import Tensor
 from nvfp4cli.formats import rotation, swizzle
 from nvfp4cli.formats.nvfp4 import BLOCK, check_blocks
 from nvfp4cli.kernels.load_triton import GATED_FACTOR, pairs
-from nvfp4cli.kernels.numbers_triton import (
-    PACK_EXACT,
-    PACK_SHORT,
-    block_scale,
-    block_scale_ptx,
-    e2m1_code,
-    in_ptx,
-    is_fast,
+from nvfp4cli.kernels.numbers_triton import in_ptx
+from nvfp4cli.kernels.row_codes_triton import encode_rows
+from nvfp4cli.kernels.rows_triton import (
+    Tiling,
+    load_words,
+    rotated_rows,
+    rotated_words,
+    run_start,
+    tiling,
 )
-from nvfp4cli.kernels.rows_triton import Tiling, place_of, registers, rotated_rows, tiling
 
 # Integers of the width that holds as many scale bytes as a thread joins.
 _UNITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+# In a launch whose programs encode several tiles each: three times what runs on an H200's 132
+# multiprocessors side by side, 24 warps each, since programs of one wave do not end together.
+WARPS = 9504
+# Where threads hold at most _FEW values and are at most _MANY: registers of a thread, with those
+# for the words of another row or of gate and factor. Left alone, the compiler takes so many that a
+# program fewer fits.
+_FEW = 32
+_MANY = 512
+_AHEAD_REGISTERS = 80
+_GATED_REGISTERS = 64
+
 _NAN = tl.constexpr(0x7FC00000)
 _INFINITY = tl.constexpr(0x7F800000)
 
@@ -45,22 +56,30 @@ def _hadamard_kernel(
     R: tl.constexpr,
     T: tl.constexpr,
     LOWS: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
+    tile = tl.program_id(0)
     x = rotated_rows(
-        x_ptr, x_ptr, signs_ptr, n, x_stride, x_stride, SIZE, ORDER, R, T, LOWS, KIND, False, PTX
-    )
+        x_ptr, x_ptr, signs_ptr, tile, n, x_stride, x_stride,
+        SIZE, ORDER, R, T, LOWS, EVEN, KIND, False, PTX,
+    )  # fmt: skip
     x *= NORMALIZER
-    if KIND == "bf16":
+    if KIND != "bf16":
+        y = x.to(y_ptr.dtype.element_ty)
+    elif PTX:
+        y = x.to(tl.bfloat16).to(tl.int16, bitcast=True)  # one instruction for two
+    else:
         # With integers: the interpreter's cast truncates. NaN would round to Inf or 0.
         bits = x.to(tl.int32, bitcast=True)
         rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
         y = tl.where((bits & 0x7FFFFFFF) > _INFINITY, 0x7FC0, rounded).to(tl.int16)
+    row, column = run_start(tile, SIZE, ORDER, R, T)
+    places = (y_ptr + (row.to(tl.int64) * (SIZE * ORDER) + column))[None, :]
+    places += tl.arange(0, R)[:, None]
+    if EVEN:
+        tl.store(places, y)
     else:
-        y = x.to(y_ptr.dtype.element_ty)
-    t = tl.arange(0, T)
-    row, _ = place_of(t * R, SIZE, ORDER, R, T)
-    place = y_ptr + (tl.program_id(0).to(tl.int64) * (R * T) + t * R)
-    tl.store(place[None, :] + tl.arange(0, R)[:, None], y, mask=(row < n)[None, :])
+        tl.store(places, y, mask=(row < n)[None, :])
 
 
 @triton.jit
@@ -81,10 +100,12 @@ def _amax_kernel(
     R: tl.constexpr,
     T: tl.constexpr,
     LOWS: tl.constexpr,
+    EVEN: tl.constexpr,
 ):
     x = rotated_rows(
-        x_ptr, up_ptr, signs_ptr, n, x_stride, up_stride, SIZE, ORDER, R, T, LOWS, KIND, GATED, PTX
-    )
+        x_ptr, up_ptr, signs_ptr, tl.program_id(0), n, x_stride, up_stride,
+        SIZE, ORDER, R, T, LOWS, EVEN, KIND, GATED, PTX,
+    )  # fmt: skip
     # The bits of magnitudes are ordered as they are, with Inf and NaN on top.
     bits = x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
     top = tl.max(tl.max(bits, axis=0), axis=0)
@@ -103,6 +124,7 @@ def _quantize_kernel(
     multiplier_ptr,  # fp32 [1]
     n,
     padded_rows,  # n, or with the padding of swizzled tiles
+    tiles,
     x_stride,  # in pairs
     up_stride,
     EARLY: tl.constexpr,  # factors of the values before the encoder and within it
@@ -116,108 +138,37 @@ def _quantize_kernel(
     R: tl.constexpr,
     T: tl.constexpr,
     LOWS: tl.constexpr,
+    EVEN: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):
-    """A launch covers the padded rows, where the maximum of a block is 0 and so its byte."""
-    x = rotated_rows(
-        x_ptr, up_ptr, signs_ptr, n, x_stride, up_stride, SIZE, ORDER, R, T, LOWS, KIND, GATED, PTX
-    )
-    if EARLY != 1:
-        x *= EARLY
-    t = tl.arange(0, T)
-    row, part = place_of(t * R, SIZE, ORDER, R, T)
-    block = (part * SIZE + t * R % SIZE) // 16  # in its row
-    wide = row.to(tl.int64)
-    STEP: tl.constexpr = 512 // 4 if SWIZZLED else 1  # to a thread's next four bytes, in fours
-    if SWIZZLED:
-        tile = wide // 128 * ((SIZE * ORDER // 16 + 3) // 4) + block // 4
-        scale = tile * 512 + row % 32 * 16 + row % 128 // 32 * 4 + block % 4
-    else:
-        scale = wide * (SIZE * ORDER // 16) + block
-    packed_place = packed_ptr + (tl.program_id(0).to(tl.int64) * T + t) * (R // 8)
-    scale_place = scale_ptr + scale // min(R // 16, 4)
-    target = packed_place, scale_place, row < n, row < padded_rows
+    """A launch covers the padded rows, where the maximum of a block is 0 and so its byte.
+
+    With AHEAD, which is for plain rows of bf16 or fp16, a program encodes every num_programs-th
+    tile and loads the next meanwhile; else its own alone.
+    """
     multiplier = tl.load(multiplier_ptr)
-    EXACT: tl.constexpr = KIND == "fp32" and not GATED
-    values = registers(x, R, T)
-    if PTX:
-        # With a multiplier below 1, no value that is a sum of bf16 or fp16 values becomes -0.
-        if is_fast(multiplier) & (multiplier < 1):
-            _encode(values, multiplier, target, STEP, LATE, EXACT, "fast")
-        else:
-            scaled = values[:0]
-            for i in tl.static_range(R):
-                scaled += (values[i] * LATE,)
-            _encode(scaled, multiplier, target, STEP, 1.0, True, "exact")
+    if AHEAD:
+        words = load_words(x_ptr, tl.program_id(0), n, x_stride, SIZE, R, T, LOWS, EVEN)
+        for tile in range(tl.program_id(0), tiles, tl.num_programs(0)):
+            now = words
+            # Behind the last it loads that again: a mask would cost more.
+            following = tl.minimum(tile + tl.num_programs(0), tiles - 1)
+            words = load_words(x_ptr, following, n, x_stride, SIZE, R, T, LOWS, EVEN)
+            x = rotated_words(now, SIZE, R, T, LOWS, KIND)
+            encode_rows(
+                x, multiplier, tile, packed_ptr, scale_ptr, n, padded_rows, EARLY, LATE,
+                SIZE, ORDER, R, T, SWIZZLED, EVEN, False, PTX,
+            )  # fmt: skip
     else:
-        _encode(values, multiplier, target, STEP, 1.0, True, "portable")
-
-
-@triton.jit
-def _encode(
-    values,  # R times fp32 [T]
-    multiplier,
-    target,  # places of a thread's first codes and scales, and which of them to write: each [T]
-    STEP: tl.constexpr,  # between stores of scales, in stores
-    FACTOR: tl.constexpr,
-    EXACT_SIGNS: tl.constexpr,
-    PATH: tl.constexpr,
-):
-    """Store codes and scales of R/16 blocks a thread, as many as fit a store at a time."""
-    packed_place, scale_place, inside, padded = target
-    R: tl.constexpr = len(values)
-    G: tl.constexpr = min(R // 16, 4)  # scale bytes in a store
-    HALF: tl.constexpr = 1.0 if EXACT_SIGNS else 0.5
-    inverse = tl.div_rn(1.0, multiplier)
-    for b in tl.static_range(R // 16):
-        amax = tl.abs(values[16 * b])
-        for i in tl.static_range(1, 16):
-            amax = tl.maximum(amax, tl.abs(values[16 * b + i]))
-        if PATH == "fast":
-            byte, factor = block_scale_ptx(amax, multiplier, inverse, FACTOR, HALF)
-        else:
-            byte, factor = block_scale(amax, multiplier)
-        low = _word(values, 16 * b, factor, EXACT_SIGNS, PATH != "portable")
-        high = _word(values, 16 * b + 8, factor, EXACT_SIGNS, PATH != "portable")
-        if R == 16:
-            _store_words(packed_place, tl.join(low, high), inside)
-        elif b % 2 == 0:
-            first_low, first_high = low, high
-        else:
-            four = tl.join(tl.join(first_low, low), tl.join(first_high, high))
-            four = tl.reshape(four, (four.shape[0], 4))
-            _store_words(packed_place + (b - 1) * 2, four, inside)
-        if b % G == 0:
-            joined = byte
-        else:
-            joined |= byte << (b % G * 8)
-        if b % G == G - 1:
-            stored = joined.to(scale_place.dtype.element_ty)
-            tl.store(scale_place + b // G * STEP, stored, mask=padded)
-
-
-@triton.jit
-def _word(v, F: tl.constexpr, factor, EXACT_SIGNS: tl.constexpr, PTX: tl.constexpr):
-    """Eight codes, int32 [T], of the values from v[F] on; factor as in `pack_bytes_ptx`."""
-    if PTX:
-        evens_odds = [v[F], v[F + 2], v[F + 4], v[F + 6], v[F + 1], v[F + 3], v[F + 5], v[F + 7]]
-        return tl.inline_asm_elementwise(
-            PACK_EXACT if EXACT_SIGNS else PACK_SHORT,
-            "=r,r,r,r,r,r,r,r,r,r",
-            evens_odds + [factor],  # noqa: RUF005
-            dtype=tl.int32,
-            is_pure=True,
-            pack=1,
-        )
-    else:
-        word = e2m1_code(v[F] * factor)
-        for i in tl.static_range(1, 8):
-            word |= e2m1_code(v[F + i] * factor) << (4 * i)
-        return word
-
-
-@triton.jit
-def _store_words(place, words, inside):
-    tl.store(place[:, None] + tl.arange(0, words.shape[1])[None, :], words, mask=inside[:, None])
+        tile = tl.program_id(0)
+        x = rotated_rows(
+            x_ptr, up_ptr, signs_ptr, tile, n, x_stride, up_stride,
+            SIZE, ORDER, R, T, LOWS, EVEN, KIND, GATED, PTX,
+        )  # fmt: skip
+        encode_rows(
+            x, multiplier, tile, packed_ptr, scale_ptr, n, padded_rows, EARLY, LATE,
+            SIZE, ORDER, R, T, SWIZZLED, EVEN, KIND == "fp32" and not GATED, PTX,
+        )  # fmt: skip
 
 
 def hadamard(x: Tensor, dense: Tensor | None = None) -> Tensor:
@@ -226,7 +177,8 @@ def hadamard(x: Tensor, dense: Tensor | None = None) -> Tensor:
     x: [N, K] bf16, fp16 or fp32 on a CUDA device (under TRITON_INTERPRET=1 on the CPU), any
     strides; rows whose values are neighbours are not copied. K = 2^k from 16, or m 2^k from 4 m
     with dense: int8 [m, m], entries +-1, on x's device; at most MAX_COLUMNS and MAX_DENSE.
-    Returns [N, K] of the same dtype. Raises UnsupportedError for another K or m.
+    Returns [N, K] of the same dtype; the bits of a NaN are the device's. Raises UnsupportedError
+    for another K or m.
     """
     n, k = x.shape
     cut = tiling(k, dense)
@@ -235,7 +187,7 @@ def hadamard(x: Tensor, dense: Tensor | None = None) -> Tensor:
         return y
     words, stride, kind = pairs(x)
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        _hadamard_kernel[_programs(n, cut),](
+        _hadamard_kernel[(_tiles(n, cut),)](
             words,
             _signs(dense, words),
             y.view(torch.int16) if kind == "bf16" else y,
@@ -243,7 +195,7 @@ def hadamard(x: Tensor, dense: Tensor | None = None) -> Tensor:
             stride,
             NORMALIZER=rotation.normalizer(k),
             KIND=kind,
-            **_launch(cut, _hadamard_kernel),
+            **_options(cut, n, n, _hadamard_kernel),
         )
     return y
 
@@ -262,7 +214,7 @@ def hadamard_amax(x: Tensor, dense: Tensor | None = None, up: Tensor | None = No
     words, stride, kind = pairs(x)
     up_words, up_stride, _ = (words, stride, kind) if up is None else pairs(up)
     with torch.cuda.device_of(x):
-        _amax_kernel[_programs(n, cut),](
+        _amax_kernel[(_tiles(n, cut),)](
             words,
             up_words,
             _signs(dense, words),
@@ -273,7 +225,7 @@ def hadamard_amax(x: Tensor, dense: Tensor | None = None, up: Tensor | None = No
             FACTOR=math.prod(_factors(k, kind, up is not None, in_ptx(_amax_kernel))),
             KIND=kind,
             GATED=up is not None,
-            **_launch(cut, _amax_kernel),
+            **_options(cut, n, n, _amax_kernel),
         )
     return bits.view(torch.float32)
 
@@ -307,8 +259,9 @@ def hadamard_quantize(
     words, stride, kind = pairs(x)
     up_words, up_stride, _ = (words, stride, kind) if up is None else pairs(up)
     early, late = _factors(k, kind, up is not None, in_ptx(_quantize_kernel))
+    programs, options = _encoding(cut, n, shape[0], kind, up is not None)
     with torch.cuda.device_of(x):
-        _quantize_kernel[_programs(shape[0], cut),](
+        _quantize_kernel[(programs,)](
             words,
             up_words,
             _signs(dense, words),
@@ -317,6 +270,7 @@ def hadamard_quantize(
             multiplier,
             n,
             shape[0],
+            _tiles(shape[0], cut),
             stride,
             up_stride,
             EARLY=early,
@@ -324,18 +278,40 @@ def hadamard_quantize(
             SWIZZLED=swizzled_scales,
             KIND=kind,
             GATED=up is not None,
-            **_launch(cut, _quantize_kernel),
+            **options,
         )
     return packed, scale_byte.view(torch.float8_e4m3fn)
 
 
-def _programs(rows: int, cut: Tiling) -> int:
+def _tiles(rows: int, cut: Tiling) -> int:
     return triton.cdiv(rows * cut.ORDER * cut.SIZE, cut.R * cut.T)
 
 
-def _launch(cut: Tiling, kernel: object) -> dict[str, object]:
-    options = {"num_warps": max(1, cut.T // 32), "enable_fp_fusion": False}
-    return {**cut._asdict(), "PTX": in_ptx(kernel), **options}
+def _options(cut: Tiling, n: int, rows: int, kernel: object) -> dict[str, object]:
+    """Of a launch over `rows` rows, n of which there are."""
+    return {
+        **cut._asdict(),
+        "EVEN": n == rows and n * cut.ORDER * cut.SIZE % (cut.R * cut.T) == 0,
+        "PTX": in_ptx(kernel),
+        "num_warps": max(1, cut.T // 32),
+        "enable_fp_fusion": False,
+    }
+
+
+def _encoding(
+    cut: Tiling, n: int, rows: int, kind: str, gated: bool
+) -> tuple[int, dict[str, object]]:
+    """Programs and options of a launch that encodes: see `_options`."""
+    few = kind != "fp32" and cut.R <= _FEW and cut.T <= _MANY
+    ahead = few and cut.ORDER == 1 and not gated
+    programs = _tiles(rows, cut)
+    options = {**_options(cut, n, rows, _quantize_kernel), "AHEAD": ahead}
+    if ahead:
+        options["maxnreg"] = _AHEAD_REGISTERS
+        programs = min(programs, triton.cdiv(WARPS * 32, max(cut.T, 32)))
+    elif few and gated:
+        options["maxnreg"] = _GATED_REGISTERS
+    return programs, options
 
 
 def _signs(dense: Tensor | None, unused: Tensor) -> Tensor:

@@ -48,8 +48,8 @@ class Tiling(NamedTuple):
 def tiling(k: int, dense: Tensor | None) -> Tiling:
     """Cut rows of `k` values: 32 registers, or more where they would take over two transpositions.
 
-    With few registers many programs run side by side: 8192 x 8192 bf16 take 86 us on an H200 with
-    32 registers and two transpositions, 97 with 128 and one, 123 with 64 and two.
+    With few registers many programs run side by side: to encode 8192 x 8192 bf16 takes 78 us on an
+    H200 with 32 registers and two transpositions, 97 with 128 and one, at least 82 with 64 and two.
 
     Raises UnsupportedError for a size or a dense order that the kernels do not handle.
     """
@@ -82,10 +82,47 @@ def _lows(span: int, r: int) -> tuple[int, ...]:
 
 
 @triton.jit
+def load_words(
+    x_ptr,
+    tile,
+    n,
+    x_stride,
+    SIZE: tl.constexpr,
+    R: tl.constexpr,
+    T: tl.constexpr,
+    LOWS: tl.constexpr,
+    EVEN: tl.constexpr,
+):
+    """The words of a tile without a dense factor, [R/2, T], for `rotated_words`.
+
+    They can be loaded while another tile is at work.
+    """
+    row, _, first = _first(tile, SIZE, 1, R, T, LOWS)
+    place = x_ptr + (row.to(tl.int64) * x_stride + first)
+    return _words(place, row < n, R // 2, LOWS, EVEN)
+
+
+@triton.jit
+def rotated_words(
+    words,
+    SIZE: tl.constexpr,
+    R: tl.constexpr,
+    T: tl.constexpr,
+    LOWS: tl.constexpr,
+    KIND: tl.constexpr,
+):
+    """`rotated_rows` of words that are there already."""
+    even, odd = widen(words, KIND)
+    x = tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 1)), (R, T))
+    return _butterflies(x, SIZE, LOWS)
+
+
+@triton.jit
 def rotated_rows(
     x_ptr,
     up_ptr,
     signs_ptr,
+    tile,
     n,
     x_stride,
     up_stride,
@@ -94,33 +131,28 @@ def rotated_rows(
     R: tl.constexpr,
     T: tl.constexpr,
     LOWS: tl.constexpr,
+    EVEN: tl.constexpr,  # the tile holds no rows outside
     KIND: tl.constexpr,
     GATED: tl.constexpr,
     PTX: tl.constexpr,
 ):
-    """fp32 [R, T], not normalised: thread t holds the program's values t * R ... t * R + R - 1.
+    """The values of a tile, fp32 [R, T], not normalised: thread t holds the R from t * R on.
 
     Rows outside are zeros.
     """
-    # In the first group thread t holds the pairs first + w * L, w < R / 2.
-    L: tl.constexpr = 2 ** (LOWS[0] - 1)
-    t = tl.arange(0, T)
-    first = t // L * (L * R) + t % L * 2
-    row, part = place_of(first, SIZE, ORDER, R, T)
+    row, part, first = _first(tile, SIZE, ORDER, R, T, LOWS)
     inside = row < n
-    x_row = x_ptr + (row.to(tl.int64) * x_stride + first % SIZE // 2)
-    up_row = up_ptr + (row.to(tl.int64) * up_stride + first % SIZE // 2)
+    x_row = x_ptr + (row.to(tl.int64) * x_stride + first)
+    up_row = up_ptr + (row.to(tl.int64) * up_stride + first)
     if ORDER == 1:
-        w = tl.arange(0, R // 2) * L
-        even, odd = _load(x_row, up_row, w, inside, KIND, GATED, PTX)
+        even, odd = _values(x_row, up_row, inside, R // 2, LOWS, EVEN, KIND, GATED, PTX)
         x = tl.reshape(tl.permute(tl.join(even, odd), (0, 2, 1)), (R, T))
     else:
-        w = tl.arange(0, R // 8) * L
         # Not +0: the sum of -0 and -0 has to stay -0.
         even = tl.full((4, R // 8, T), -0.0, tl.float32)
         odd = tl.full((4, R // 8, T), -0.0, tl.float32)
         for i in range(ORDER):
-            a, b = _load(x_row, up_row, w, inside, KIND, GATED, PTX)
+            a, b = _values(x_row, up_row, inside, R // 8, LOWS, EVEN, KIND, GATED, PTX)
             word = tl.load(signs_ptr + (i * (ORDER // 4) + part // 4))[None, :]  # four of +-1
             bits = (word << (24 - 8 * tl.arange(0, 4))[:, None]) & -0x80000000 | 0x3F800000
             sign = bits.to(tl.int32).to(tl.float32, bitcast=True)[:, None, :]  # [4, 1, T]
@@ -133,28 +165,74 @@ def rotated_rows(
 
 
 @triton.jit
-def place_of(element, SIZE: tl.constexpr, ORDER: tl.constexpr, R: tl.constexpr, T: tl.constexpr):
-    """Row and column of the dense factor, int32, of the values of a program."""
-    run = tl.program_id(0) * (R * T // SIZE) + element // SIZE
-    return run // ORDER, run % ORDER
+def _first(
+    tile,
+    SIZE: tl.constexpr,
+    ORDER: tl.constexpr,
+    R: tl.constexpr,
+    T: tl.constexpr,
+    LOWS: tl.constexpr,
+):
+    """Row, column of the dense factor and pair there of the first value that each thread loads.
+
+    In the first group pairs of a thread are L apart.
+    """
+    L: tl.constexpr = 2 ** (LOWS[0] - 1)
+    t = tl.arange(0, T)
+    first = t // L * (L * R) + t % L * 2
+    row, part = _place(tile, first, SIZE, ORDER, R, T)
+    return row, part, first % SIZE // 2
 
 
 @triton.jit
-def _load(x_row, up_row, w, inside, KIND: tl.constexpr, GATED: tl.constexpr, PTX: tl.constexpr):
-    """Even and odd elements, fp32 [W, T], of the pairs w [W] after the places of threads [T]."""
-    even, odd = widen(_words(x_row, w, inside), KIND)
+def run_start(tile, SIZE: tl.constexpr, ORDER: tl.constexpr, R: tl.constexpr, T: tl.constexpr):
+    """Row and column, int32 [T], of the first of the R neighbours that each thread ends with."""
+    element = tl.arange(0, T) * R
+    row, part = _place(tile, element, SIZE, ORDER, R, T)
+    return row, part * SIZE + element % SIZE
+
+
+@triton.jit
+def _place(
+    tile, element, SIZE: tl.constexpr, ORDER: tl.constexpr, R: tl.constexpr, T: tl.constexpr
+):
+    """Row and column of the dense factor, int32, of values of a tile."""
+    span = tile * (R * T // SIZE) + element // SIZE
+    return span // ORDER, span % ORDER
+
+
+@triton.jit
+def _values(
+    x_row,
+    up_row,
+    inside,
+    W: tl.constexpr,
+    LOWS: tl.constexpr,
+    EVEN: tl.constexpr,
+    KIND: tl.constexpr,
+    GATED: tl.constexpr,
+    PTX: tl.constexpr,
+):
+    """Even and odd elements, fp32 [W, T], of W pairs from the places of threads [T] on."""
+    even, odd = widen(_words(x_row, inside, W, LOWS, EVEN), KIND)
     if GATED:
-        even_up, odd_up = widen(_words(up_row, w, inside), KIND)
+        even_up, odd_up = widen(_words(up_row, inside, W, LOWS, EVEN), KIND)
         even, odd = silu_mul(even, even_up, PTX), silu_mul(odd, odd_up, PTX)
     return even, odd
 
 
 @triton.jit
-def _words(row, w, inside):
-    place = row[None, :] + w[:, None]
-    # One word a thread: a wider load would give a thread neighbours, not distant values.
-    place = tl.multiple_of(tl.max_contiguous(place, (1, 4)), (1, 4))
-    return tl.load(place, mask=inside[None, :], other=0)
+def _words(first, inside, W: tl.constexpr, LOWS: tl.constexpr, EVEN: tl.constexpr):
+    L: tl.constexpr = 2 ** (LOWS[0] - 1)
+    places = first[None, :] + (tl.arange(0, W) * L)[:, None]
+    # What is said of L threads side by side is true and keeps the compiler from dealing the words
+    # out anew. What is said of alignment is less than it may know: a load of four words would bring
+    # a thread neighbours, which are to lie in other threads.
+    places = tl.multiple_of(tl.max_contiguous(places, (1, min(L, 4))), (1, 4))
+    if EVEN:
+        return tl.load(places)
+    else:
+        return tl.load(places, mask=inside[None, :], other=0)
 
 
 @triton.jit

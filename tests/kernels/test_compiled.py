@@ -91,7 +91,9 @@ def test_whole_rows(columns, order):
     cut = rows_triton.tiling(columns, dense)
     constants = {**cut._asdict(), "KIND": "bf16", "PTX": True}
     inputs = {"x_ptr": "*i32", "up_ptr": "*i32", "signs_ptr": "*i32"}
-    encoding = {"EARLY": rotation.normalizer(columns), "LATE": 1.0, "SWIZZLED": True, "GATED": True}
+    ahead = order == 1
+    encoding = {"EARLY": rotation.normalizer(columns), "LATE": 1.0, "SWIZZLED": True}
+    encoding |= {"GATED": not ahead, "EVEN": ahead, "AHEAD": ahead}
     types = {**inputs, "scale_ptr": "*i16"}
     kernel = hadamard_triton._quantize_kernel
     assert compiled(kernel, 90, {**constants, **encoding}, **types)["cubin"]

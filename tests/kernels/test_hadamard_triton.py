@@ -57,8 +57,8 @@ def assert_bits(found: Tensor, expected: Tensor) -> None:
     assert torch.equal(found.cpu().view(torch.uint8), expected.contiguous().view(torch.uint8))
 
 
-def check(kernels, x, order=1, up=None, swizzled=False, scale=None) -> None:
-    """Maximum, codes and scales are those of the references."""
+def check(kernels, x, order=1, up=None, swizzled=False, scale=None) -> GlobalScale:
+    """Maximum, codes and scales are those of the references. Returns the scale of both."""
     dense = dense_factor(order)
     rotated = rotation.hadamard_rows(x if up is None else rotation.silu_mul(x, up), dense)
     arguments = {"dense": on_device(dense), "up": on_device(up)}
@@ -73,6 +73,7 @@ def check(kernels, x, order=1, up=None, swizzled=False, scale=None) -> None:
     assert_bits(packed, expected.packed)
     scales = expected.block_scale
     assert_bits(block_scale, swizzle.swizzle(scales) if swizzled else scales)
+    return scale
 
 
 @pytest.mark.parametrize(("columns", "order"), SIZES)
@@ -122,6 +123,36 @@ def test_the_bits_do_not_depend_on_the_tiling(kernels, registers, monkeypatch):
     x = draw(3, 512)
     assert_bits(kernels.hadamard(on_device(x)), rotation.hadamard_rows(x).bfloat16())
     check(kernels, x[:, :256])
+
+
+# An odd power of two has a normaliser that is rounded and applied to the values, an even one a
+# power of two that waits for the scales. Large values have a multiplier of 1 or more, which the
+# short forms are not for; the interpreter has no short forms.
+@pytest.mark.parametrize("columns", [256, 512] if INTERPRETED else [8192, 16384])
+@pytest.mark.parametrize("size", [1.0] if INTERPRETED else [1.0, 2.0**12])
+@pytest.mark.parametrize("registers", [16, 32, 64, 128])
+@pytest.mark.parametrize("gated", [False, True])
+def test_every_path(kernels, columns, size, registers, gated, monkeypatch, poison):
+    from nvfp4cli.kernels import rows_triton
+
+    monkeypatch.setattr(rows_triton, "REGISTERS", (registers,))
+    if INTERPRETED:
+        monkeypatch.setattr(rows_triton, "THREADS", 4)
+    x = draw(2, columns) * size
+    up = draw(2, columns, seed=1) if gated else None
+    scale = check(kernels, x, up=up)
+    assert (scale.multiplier < 1) == (size == 1)
+
+
+@pytest.mark.parametrize("swizzled", [False] if INTERPRETED else [False, True])
+def test_more_tiles_than_programs(kernels, swizzled, monkeypatch, poison):
+    """A program loads its next tile beside its last, and beyond its last none that is not there."""
+    from nvfp4cli.kernels import rows_triton
+
+    monkeypatch.setattr(kernels, "WARPS", 3)
+    monkeypatch.setattr(rows_triton, "THREADS", 4 if INTERPRETED else 64)
+    x = draw(5, 64 if INTERPRETED else 1024)
+    check(kernels, x, swizzled=swizzled)
 
 
 def test_row_strides(kernels, poison):
