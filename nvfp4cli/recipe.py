@@ -17,6 +17,7 @@ ROTATIONS = ("none", "r1", "r2", "r1r2")
 ROTATION_KINDS = ("hadamard", "block-16", "block-32", "block-64", "block-128", "qr")
 DTYPES = ("source", "bfloat16", "float16", "float32")
 MTP = ("keep", "drop")
+METHODS = ("rtn", "four-over-six", "mse")
 
 _CHOICES = {
     "scheme": SCHEMES,
@@ -25,6 +26,7 @@ _CHOICES = {
     "rotation_kind": ROTATION_KINDS,
     "dtype": DTYPES,
     "mtp": MTP,
+    "method": METHODS,
 }
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SEEDS = 2**64  # what readers of the record in other languages hold
@@ -34,7 +36,8 @@ _SEEDS = 2**64  # what readers of the record in other languages hold
 class Recipe:
     """How a checkpoint is converted.
 
-    scheme: w4a16 (NVFP4 weights) or none (folds only). layout: on-disk convention. rotate: which
+    scheme: w4a16 (NVFP4 weights) or none (folds only). method: how the scale of a block is chosen,
+    from its maximum (rtn) or by its error. layout: on-disk convention. rotate: which
     rotations are folded in, of which rotation_kind, from which seed. ignore: patterns of modules
     that stay in the source dtype. include: patterns of modules that are quantised although the
     architecture's spec keeps them (lm_head). dtype: of the tensors that are not quantised. mtp:
@@ -45,6 +48,7 @@ class Recipe:
     """
 
     scheme: str = "w4a16"
+    method: str = "rtn"
     layout: str = "torchao"
     rotate: str = "none"
     rotation_kind: str = "hadamard"

@@ -29,8 +29,18 @@ ARROWS: dict[str, set[str]] = {
     "plan": {"recipe", "models", "rotate", "checkpoint", "layouts", "formats"},
     "describe": {"formats", "kernels", "rotate", "models", "checkpoint", "layouts"},
     "evaluate": {"formats", "kernels", "rotate", "models", "checkpoint", "layouts"},
-    "pipeline": {"plan", "kernels", "formats", "rotate", "models", "checkpoint", "layouts"},
-    "study": {"formats", "rotate", "models", "checkpoint", "layouts"},
+    "methods": {"formats", "kernels"},
+    "pipeline": {
+        "methods",
+        "plan",
+        "kernels",
+        "formats",
+        "rotate",
+        "models",
+        "checkpoint",
+        "layouts",
+    },
+    "study": {"methods", "formats", "rotate", "models", "checkpoint", "layouts"},
     "check": {"recipe", "checkpoint", "plan", "pipeline"},
 }
 ARROWS["cli"] = set(ARROWS)

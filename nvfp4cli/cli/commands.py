@@ -13,6 +13,7 @@ from nvfp4cli.errors import UsageError
 from nvfp4cli.recipe import (
     DTYPES,
     LAYOUT_NAMES,
+    METHODS,
     MTP,
     ROTATION_KINDS,
     ROTATIONS,
@@ -82,6 +83,13 @@ Strict = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to compute.")]
+Seed = Annotated[int | None, typer.Option(show_default=str(Recipe.seed), help="Of the rotations.")]
+Method = Annotated[
+    str | None,
+    typer.Option(
+        metavar=_one_of(METHODS), show_default=Recipe.method, help="How block scales are chosen."
+    ),
+]
 Mtp = Annotated[
     str | None,
     typer.Option(
@@ -117,12 +125,11 @@ def quantize(
         str | None, typer.Option(help="Recipe file, or the name of a shipped one.")
     ] = None,
     scheme: Scheme = None,
+    method: Method = None,
     layout: Layout = None,
     rotate: Rotate = None,
     rotation_kind: RotationKind = None,
-    seed: Annotated[
-        int | None, typer.Option(show_default=str(Recipe.seed), help="Of the rotations.")
-    ] = None,
+    seed: Seed = None,
     ignore: Annotated[
         list[str] | None,
         typer.Option(help="Modules to keep in the source dtype: `*.down_proj`, `re:.*`; repeat."),
@@ -152,6 +159,7 @@ def quantize(
     """Fold rotations, quantise the weights to NVFP4, write a checkpoint that engines load."""
     options = {
         "scheme": scheme,
+        "method": method,
         "layout": layout,
         "rotate": rotate,
         "rotation_kind": rotation_kind,

@@ -119,7 +119,7 @@ def _encode(
 
 @triton.jit
 def _word(v, F: tl.constexpr, factor, EXACT_SIGNS: tl.constexpr, PTX: tl.constexpr):
-    """Eight codes, int32 [T], of the values from v[F] on; factor as in `pack_bytes_ptx`."""
+    """Eight codes, int32 [T], of the values from v[F] on; factor as in `pack_block`."""
     if PTX:
         evens_odds = [v[F], v[F + 2], v[F + 4], v[F + 6], v[F + 1], v[F + 3], v[F + 5], v[F + 7]]
         return tl.inline_asm_elementwise(

@@ -223,7 +223,7 @@ def _compute(plan: Plan, job: Job, loaded: list[Result]) -> tuple[list[Result], 
             tensors[i] = compute.encodable(compute.edited(member, tensors[i], read))
         maxima = [kernels.amax(tensor) for tensor in tensors]
         compute.check_maxima(job, maxima, read)
-        return compute.quantized(job, tensors, maxima)
+        return compute.quantized(job, tensors, maxima, plan.recipe.method)
     for i, member in enumerate(job.members):
         if isinstance(data := loaded[i], Tensor):
             edited = compute.edited(member, data, read)

@@ -6,11 +6,11 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from nvfp4cli import kernels
 from nvfp4cli.errors import WeightError
 from nvfp4cli.formats import nvfp4
 from nvfp4cli.layouts.record import Stored
 from nvfp4cli.layouts.sources import Source
+from nvfp4cli.methods import scales
 from nvfp4cli.models.pieces import upright
 from nvfp4cli.plan.record import Job, Member
 from nvfp4cli.rotate import fold
@@ -23,15 +23,15 @@ Work = Generator[tuple[Job, list[str]], None, None]
 
 
 def quantized(
-    job: Job, tensors: list[Tensor], maxima: list[float]
+    job: Job, tensors: list[Tensor], maxima: list[float], method: str
 ) -> tuple[list[Result], list[str]]:
     """The members of a group under one global scale, and warnings.
 
     tensors: [N, K] each, bf16, fp16 or fp32, edited already. maxima: their largest magnitudes, all
-    finite.
+    finite. method: of the recipe.
     """
     group = max(maxima)
-    scale = nvfp4.GlobalScale.from_amax(group)
+    scale = scales.global_scale(group, method)
     results: list[Result] = []
     warnings = []
     for i, member in enumerate(job.members):
@@ -41,7 +41,7 @@ def quantized(
         if nvfp4.vanishes(group):
             results.append(Stored(nvfp4.zeros(*member.shape)))
         else:
-            results.append(Stored(kernels.quantize(tensors[i], scale)))
+            results.append(Stored(scales.quantize(tensors[i], scale, method)))
     return results, warnings
 
 

@@ -229,7 +229,9 @@ class _Passage:
         warnings: list[str] = []
         with self._fitting(job), self._staging.computing():
             if job.members[0].action == "quantize":
-                results, warnings = compute.quantized(job, begun.tensors, maxima)
+                results, warnings = compute.quantized(
+                    job, begun.tensors, maxima, self._plan.recipe.method
+                )
             named = self._exported(job, results)
         names, offset = list(named), self._offset(begun.turn)
 

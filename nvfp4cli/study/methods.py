@@ -14,8 +14,8 @@ from torch import Tensor
 
 from nvfp4cli.formats import mxfp4, nvfp4
 from nvfp4cli.formats.rotation import block_hadamard
+from nvfp4cli.methods import scales
 from nvfp4cli.rotate import hadamard
-from nvfp4cli.study import four_over_six
 
 METRIC = "relative L2 error"
 
@@ -103,7 +103,8 @@ def _nvfp4(x: Tensor, amax: float) -> Tensor:
 
 
 def _four_over_six(x: Tensor, amax: float) -> Tensor:
-    return nvfp4.dequantize(four_over_six.quantize(x, four_over_six.global_scale(amax)))
+    rule = "four-over-six"
+    return nvfp4.dequantize(scales.quantize(x, scales.global_scale(amax, rule), rule))
 
 
 def _mxfp4(x: Tensor, _: float) -> Tensor:

@@ -4,21 +4,22 @@ import pytest
 import torch
 
 from nvfp4cli.formats import e2m1, e4m3, nvfp4
-from nvfp4cli.study import four_over_six
+from nvfp4cli.methods import scales
 
+RULE = "four-over-six"
 GRID = torch.tensor(e2m1.MAGNITUDES, dtype=torch.float64)
 
 
 def quantized(weight: torch.Tensor) -> nvfp4.Quantized:
-    return four_over_six.quantize(weight, four_over_six.global_scale(nvfp4.amax(weight)))
+    return scales.quantize(weight, scales.global_scale(nvfp4.amax(weight), RULE), RULE)
 
 
 def test_the_global_scale_is_rounded_once():
     amax = torch.randn(2000, generator=torch.Generator().manual_seed(0)).abs() * 0.1
     span = torch.full_like(amax, 1536)  # torch divides a number by a tensor in two roundings
-    scales = [four_over_six.global_scale(a) for a in amax.tolist()]
-    assert [s.multiplier for s in scales] == (amax / span).tolist()
-    assert [s.divisor for s in scales] == (span / amax).tolist()
+    found = [scales.global_scale(a, RULE) for a in amax.tolist()]
+    assert [s.multiplier for s in found] == (amax / span).tolist()
+    assert [s.divisor for s in found] == (span / amax).tolist()
 
 
 @pytest.mark.parametrize("amax", [0.0, 1e-36])
@@ -58,20 +59,20 @@ def test_every_block_takes_the_better_scale(dtype):
     blocks = weight.double().view(-1, 16)
     amax = blocks.abs().amax(dim=1)
     multiplier = q.global_scale.multiplier
-    errors, scales = [], []
+    errors, stored_scales = [], []
     for largest in (6, 4):
         stored = (amax / largest / multiplier).to(torch.float32).to(torch.float8_e4m3fn)
         scale = (stored.double() * multiplier)[:, None]
         nearest = ((blocks.abs() / scale)[..., None] - GRID).abs().argmin(dim=-1)
         errors.append((GRID[nearest] * scale - blocks.abs()).square().sum(dim=1))
-        scales.append(stored.double())
+        stored_scales.append(stored.double())
     found = (nvfp4.dequantize(q).double().view(-1, 16) - blocks).square().sum(dim=1)
     # fp32 differences of values that lie within a few units of each other.
     assert torch.allclose(found, torch.minimum(*errors), rtol=1e-5, atol=0)
     taken = e4m3.decode(q.block_scale).double().flatten()
     clear = (errors[0] - errors[1]).abs() > 1e-5 * errors[0]  # no tie but for rounding
     assert clear.float().mean() > 0.95
-    expected = torch.where(errors[1] < errors[0], scales[1], scales[0])
+    expected = torch.where(errors[1] < errors[0], stored_scales[1], stored_scales[0])
     assert torch.equal(taken[clear], expected[clear])
     share = (errors[1] < errors[0])[clear].float().mean()
     assert 0.35 < share < 0.55  # 45 % of Gaussian blocks
