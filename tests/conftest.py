@@ -31,7 +31,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
         shards: int = 1,
         **shape,
     ) -> Path:
-        sizes = tiny.Shape(**shape)
+        sizes = tiny.Shape(**shape) if shape or model_type in tiny.SHAPED else None
         key = (model_type, sizes, dtype, seed, shards)
         if key not in made:
             config = tiny.make_config(model_type, sizes)

@@ -5,9 +5,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
+
+from nvfp4cli.cli.app import main
 
 
-@pytest.mark.parametrize("model_type", tiny.MODEL_TYPES)
+@pytest.mark.parametrize("model_type", tiny.SHAPED)
 def test_loads_back_and_no_parameter_kept_its_initial_value(tiny_model, model_type):
     folder = tiny_model(model_type)
     model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")
@@ -22,6 +25,56 @@ def test_loads_back_and_no_parameter_kept_its_initial_value(tiny_model, model_ty
     assert logits.shape == (1, 32, 512)
     assert logits.isfinite().all()
     assert logits.std() > 0.01
+
+
+@pytest.mark.parametrize("model_type", tiny.MODEL_TYPES)
+def test_every_model_type_runs_and_can_be_quantised(model_type, tmp_path, capsys, monkeypatch):
+    model = tiny.make_model(tiny.make_config(model_type))
+    assert model.config.model_type == model_type
+    for name, parameter in model.named_parameters():
+        assert parameter.dtype == torch.bfloat16
+        assert parameter.numel() == 1 or parameter.float().std() > 0.02, name
+    # The wrapper of Llama 4 asks its language model's output for an entry that this lacks.
+    monkeypatch.setattr(MoeCausalLMOutputWithPast, "image_outputs", None, raising=False)
+    with torch.no_grad():
+        logits = model(input_ids=torch.arange(4, 20)[None]).logits.float()
+    assert logits.shape == (1, 16, 512)
+    assert logits.isfinite().all()
+    assert logits.std() > 0.01
+    source, out = tmp_path / "source", tmp_path / "out"
+    tiny.save(model, source)
+    assert main(["quantize", str(source), str(out), "--layout", "compressed-tensors"]) == 0
+    capsys.readouterr()
+    assert main(["inspect", str(out), "--strict", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["violations"] == []
+
+
+def test_tokens_of_pictures_are_none_of_the_tokenizers(tmp_path):
+    model = tiny.make_model(tiny.make_config("qwen3_vl"))
+    tiny.save(model, tmp_path)
+    config = model.config
+    marks = {config.image_token_id, config.video_token_id, config.vision_start_token_id}
+    assert len(AutoTokenizer.from_pretrained(tmp_path)) <= min(marks)
+    assert max(marks) < config.text_config.vocab_size
+
+
+def test_kinds_of_layers_that_the_defaults_leave_out():
+    layers = tiny.make_model(tiny.make_config("qwen3_moe")).model.layers
+    assert {hasattr(layer.mlp, "experts") for layer in layers} == {True, False}
+    assert set(tiny.make_config("lfm2").layer_types) == {"conv", "full_attention"}
+
+
+def test_sizes_are_refused_where_a_model_type_has_its_own(monkeypatch, capsys):
+    with pytest.raises(ValueError, match="mixtral has sizes of its own"):
+        tiny.make_config("mixtral", tiny.Shape())
+    monkeypatch.setattr("sys.argv", ["make_tiny_model.py", "mixtral", "out", "--layers", "3"])
+    with pytest.raises(SystemExit) as ended:
+        tiny.main()
+    assert ended.value.code == 2
+    assert "only llama, mistral, qwen2, qwen3, smollm3, granite take others" in (
+        capsys.readouterr().err
+    )
 
 
 def test_same_seed_same_bytes_and_other_seed_other_values():
