@@ -219,9 +219,80 @@ def test_experts_in_one_tensor_are_ignored_together(moe):
     assert len(kept) == 4
     with pytest.raises(RecipeError, match=r"experts\.1\.gate_proj and 5 other matrices"):
         plan_for(moe("gpt_oss"), ignore=("*.experts.1.gate_proj",))
-    # Apart in the source, each is a module of its own.
+    with pytest.raises(
+        RecipeError, match=r"a part of the experts of model\.layers\.0\.mlp\.experts,"
+    ):
+        plan_for(moe("gpt_oss"), ignore=("*.experts.down_proj",))
+    # Apart in the source, each is a module of its own, which engines do not like.
     plan = plan_for(moe("qwen3_moe"), ignore=("*.experts.1.*",))
     assert {m.action for m in plan.members if "experts.1." in m.name} == {"copy"}
+    assert "--ignore 'model.layers.*.mlp.experts.*'" in plan.facts.warnings[0]
+
+
+def test_ignored_experts_are_named_as_engines_look_for_them(moe, tmp_path):
+    options = ("--layout", "modelopt", "--ignore", "*.experts.*")
+    assert quantize(moe("gpt_oss"), tmp_path / "a", *options) == 0
+    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--layout", "modelopt"]) == 0
+    for out in ("a", "b"):
+        config = json.loads((tmp_path / out / "config.json").read_text())
+        ignored = config["quantization_config"]["ignore"]
+        for name in ("gate_proj", "up_proj", "down_proj"):
+            assert f"model.layers.0.mlp.experts.2.{name}" in ignored
+
+
+def test_experts_are_not_converted_to_layouts_without_them(moe, tmp_path, capsys):
+    assert quantize(moe("mixtral"), tmp_path / "a", "--layout", "modelopt") == 0
+    assert main(["convert", str(tmp_path / "a"), str(tmp_path / "b"), "--layout", "torchao"]) == 1
+    assert "No engine reads experts" in capsys.readouterr().err
+    assert not (tmp_path / "b").exists()
+
+
+def test_routers_are_quantised_with_a_warning(moe):
+    plan = plan_for(moe("qwen3_moe"), include=("*.mlp.gate",))
+    (warning,) = [w for w in plan.facts.warnings if "--include quantises" in w]
+    assert "model.layers.*.mlp.gate, which the architecture keeps (router)" in warning
+
+
+def test_experts_of_a_width_that_has_a_rest_are_ignored_together(moe, tmp_path):
+    model = tmp_path / "model"
+    model.mkdir()
+    tensors = load_file(moe("qwen3_moe") / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "experts" in name:
+            tensors[name] = (tensor[:, :24] if "down" in name else tensor[:24]).contiguous()
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((moe("qwen3_moe") / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | {"moe_intermediate_size": 24}))
+    with pytest.raises(
+        UnsupportedError, match=r"--ignore 'model\.layers\.\*\.mlp\.experts\.\*'\.$"
+    ):
+        plan_for(model)
+    assert plan_for(model, ignore=("model.layers.*.mlp.experts.*",)).members
+
+
+def test_parameters_of_no_module_keep_their_dtype(moe):
+    plan = plan_for(moe("gpt_oss"), dtype="float32")
+    dtypes = {m.name: m.outputs[0].dtype for m in plan.members}
+    assert dtypes["model.layers.0.self_attn.sinks"] == torch.bfloat16
+    assert dtypes["model.norm.weight"] == torch.float32
+
+
+def test_mtp_drop_without_such_layers_is_said(moe):
+    assert (
+        plan_for(moe("mixtral"), mtp="drop").facts.warnings[0].startswith("--mtp drop does nothing")
+    )
+
+
+def test_an_adapter_is_left_out_with_a_warning(moe, tmp_path, capsys):
+    model = tmp_path / "model"
+    model.mkdir()
+    for path in moe("mixtral").iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
+    (model / "adapter_config.json").write_text("{}")
+    (model / "adapter_model.safetensors").write_bytes(b"")
+    assert quantize(model, tmp_path / "out", "--layout", "modelopt") == 0
+    assert "The adapter beside the model is left out" in capsys.readouterr().err
+    assert not (tmp_path / "out" / "adapter_config.json").exists()
 
 
 def test_converting_experts_changes_nothing(moe, tmp_path):

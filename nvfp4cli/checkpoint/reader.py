@@ -40,6 +40,8 @@ DTYPES = {
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
+ADAPTER = "adapter_config.json"  # without its weights, which are not the model's, it misleads
+
 _MAX_HEADER = 100_000_000  # the limit of the safetensors library
 # Files that describe an earlier quantisation; carried over they would contradict the new weights.
 _QUANTIZATION_FILES = {
@@ -180,6 +182,7 @@ def sidecars(folder: Path) -> Iterator[str]:
 def _is_sidecar(name: PurePath) -> bool:
     return not (
         name.suffix in WEIGHT_SUFFIXES
+        or name.name == ADAPTER
         or name.name.endswith(".index.json")
         or name.name in _QUANTIZATION_FILES
         or name == PurePath(CONFIG)

@@ -6,7 +6,6 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.measure import Measurement
 from rich.progress import (
     BarColumn,
     DownloadColumn,
@@ -19,6 +18,7 @@ from rich.progress import (
 from rich.table import Table
 from rich.text import Text
 
+_MANY_ROWS = 500
 _UNBOUNDED = 10_000  # columns, more than any table has
 
 # Written to a file or a pipe, tables are as wide as they need to be.
@@ -99,22 +99,24 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Iterable[object]]) 
     """A table on stdout; numbers are aligned to the right.
 
     On a terminal too narrow for it every row is a line: folded cells could not be read or copied.
+    So it is with very many rows, which take rich milliseconds each.
     """
     kept = [[str(cell) for cell in row] for row in rows]
+    widths = [max(map(len, cells)) for cells in zip(columns, *kept, strict=True)]
+    if len(kept) > _MANY_ROWS or sum(widths) + 3 * len(columns) + 1 > stdout.width:
+        lines = [f"{title}:"]
+        for name, *cells in kept:
+            pairs = zip(columns[1:], cells, strict=True)
+            lines.append(f"  {name}: " + ", ".join(f"{c} {cell}" for c, cell in pairs if cell))
+        line("\n".join(lines))
+        return
     drawn = Table(title=title, title_justify="left")
     for i, column in enumerate(columns):
         numeric = bool(kept) and all(_numeric(row[i]) for row in kept)
         drawn.add_column(column, justify="right" if numeric else "left", overflow="fold")
     for row in kept:
         drawn.add_row(*row)
-    wide = stdout.options.update(width=_UNBOUNDED)
-    if Measurement.get(stdout, wide, drawn).maximum <= stdout.width:
-        stdout.print(drawn)
-        return
-    line(f"{title}:")
-    for name, *cells in kept:
-        pairs = zip(columns[1:], cells, strict=True)
-        line(f"  {name}: " + ", ".join(f"{column} {cell}" for column, cell in pairs if cell))
+    stdout.print(drawn)
 
 
 def size(nbytes: float) -> str:

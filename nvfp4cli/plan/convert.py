@@ -1,5 +1,6 @@
 """The plan of `nvfp4 convert`: the same codes and block scales in another layout."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from nvfp4cli.layouts.sources import Source, SourceTensor
 from nvfp4cli.models import spec as specs
 from nvfp4cli.models.claims import check_complete, fused_module, recognize
 from nvfp4cli.models.spec import ArchSpec
-from nvfp4cli.plan import advice, shapes
+from nvfp4cli.plan import advice, selection, shapes
 from nvfp4cli.plan.assemble import assemble
 from nvfp4cli.plan.record import Facts, Job, Member, Plan
 from nvfp4cli.recipe import Recipe, load
 
 _HEAD = "lm_head"
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _WEIGHT = ".weight"
 # Endings of the tensors that a layout stores for a quantised weight.
 _PART_SUFFIXES = {
@@ -62,7 +64,7 @@ def plan_convert(checkpoint: Checkpoint, layout_name: str, max_shard_size: str |
     facts = Facts(
         model=origin["model"],
         rotation=origin["rotation"],
-        kept=tuple(_kept(weights)),
+        kept=tuple(_kept(weights) if spec is None else _kept_of(weights, spec)),
         presets={},
         copies=(),
         untied=False,
@@ -81,6 +83,12 @@ def _check_representable(weights: StoredWeights, layout: Layout) -> None:
         raise UnsupportedError(
             f"{caches[0]} scales a KV cache, which `convert` does not carry over yet: quantise "
             "the source model again in the layout you need."
+        )
+    experts = [module for module in weights.quantized if _EXPERT.search(module)]
+    if experts and layout.NAME in selection.WITHOUT_EXPERTS:
+        raise UnsupportedError(
+            f"No engine reads experts such as {experts[0]} in the {layout.NAME} layout: use "
+            "--layout compressed-tensors or modelopt."
         )
     if weights.activations and not layout.INPUT_SCALES:
         holders = ", ".join(name for name, other in LAYOUTS.items() if other.INPUT_SCALES)
@@ -125,6 +133,17 @@ def _check_model(weights: StoredWeights, spec: ArchSpec) -> None:
     found = {name: tensor.shape for name, tensor in weights.checkpoint.tensors.items()}
     found |= {module + _WEIGHT: shape for module, shape in weights.quantized.items()}
     shapes.check(claims.values(), found, sizes, spec.experts)
+
+
+def _kept_of(weights: StoredWeights, spec: ArchSpec) -> list[str]:
+    """Linear modules that stay in the source dtype."""
+    claims, others = recognize(spec, weights.names)
+    shapes_of = {name: tensor.shape for name, tensor in weights.checkpoint.tensors.items()}
+    quantized = {module + _WEIGHT for module in weights.quantized}
+    found = list(selection.kept(claims, shapes_of, quantized, spec))
+    # What the architecture does not have is copied, and engines may build a module for it.
+    found += [n.removesuffix(_WEIGHT) for n in others if n.endswith(_WEIGHT) and n not in quantized]
+    return found
 
 
 def _kept(weights: StoredWeights) -> list[str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nvfp4cli.checkpoint.reader import Checkpoint
+from nvfp4cli.checkpoint.reader import ADAPTER, Checkpoint
 from nvfp4cli.checkpoint.writer import Output
 from nvfp4cli.errors import RecipeError, UnsupportedError
 from nvfp4cli.layouts import LAYOUTS
@@ -34,6 +34,7 @@ _NOT_LINEAR = {
     "post_norm": "norm",
     "inner": "off the residual stream",
 }
+_NO_MTP = "--mtp drop does nothing, since no tensor predicts further tokens: leave it out."
 _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 
 
@@ -70,17 +71,16 @@ def plan_quantize(
     """
     context, arch_spec = _context(open_source(checkpoint), recipe, arch_spec)
     spec, infos = context.spec, context.source.tensors
-    claims = _ordered(claim(spec, infos, context.config), spec)
-    if recipe.mtp == "drop":
-        claims = {name: one for name, one in claims.items() if not (one and one.mtp)}
+    claims, notes = _claims(context)
     held = {name: info.shape for name, info in infos.items()}
     shapes.check(claims.values(), held, context.sizes, spec.experts)
     fold.check(recipe.rotate, spec, claims.values())
     claims = _ordered(_heads(claims, context), spec)
     found = {name: infos[_source(c, context) if c else name] for name, c in claims.items()}
+    shapes_of = {name: info.shape for name, info in found.items()}
     chosen = selection.select(
         claims.values(),
-        {name: info.shape for name, info in found.items()},
+        shapes_of,
         recipe,
         context.layout,
         spec,
@@ -92,12 +92,13 @@ def plan_quantize(
         for member in _members(name, one, found[name], chosen.reasons, context)
     ]
     jobs = _group(members)
-    if strict and chosen.notes:
-        raise RecipeError(chosen.notes[0])
+    notes += chosen.notes
+    if strict and notes:
+        raise RecipeError(notes[0])
     facts = Facts(
         model=model,
         rotation=context.rotations.facts(),
-        kept=tuple(_kept(claims, found, chosen.reasons, spec)),
+        kept=tuple(selection.kept(claims, shapes_of, chosen.reasons, spec)),
         presets=selection.presets(claims.values(), chosen.reasons) if context.layout else {},
         copies=_tied_copies(context),
         untied=context.unties,
@@ -105,7 +106,9 @@ def plan_quantize(
         warnings=(
             *_already_quantized(context),
             *_of_engines(context),
-            *chosen.notes,
+            *_of_adapters(context),
+            *notes,
+            *chosen.warnings,
             *advice.warnings(jobs, context.layout),
         ),
         next_step=advice.next_step(jobs, context.layout),
@@ -113,6 +116,16 @@ def plan_quantize(
         own_spec=arch_spec is not None and arch_spec.parent == specs.SPECS,
     )
     return assemble(context.source, recipe, context.layout, jobs, facts)
+
+
+def _claims(context: _Context) -> tuple[dict[str, Claim | None], tuple[str, ...]]:
+    """What is carried over of the source, in order, and notes about options without effect."""
+    spec = context.spec
+    claims = _ordered(claim(spec, context.source.tensors, context.config), spec)
+    if context.recipe.mtp == "keep":
+        return claims, ()
+    left = {name: one for name, one in claims.items() if not (one and one.mtp)}
+    return left, (_NO_MTP,) if len(left) == len(claims) else ()
 
 
 def _context(
@@ -130,24 +143,6 @@ def _context(
     return _Context(source, language, recipe, spec, sizes, rotations, layout), arch_spec
 
 
-def _kept(
-    claims: dict[str, Claim | None],
-    infos: dict[str, SourceTensor],
-    reasons: dict[str, str],
-    spec: ArchSpec,
-) -> Iterator[str]:
-    """Linear modules that stay in the source dtype, those of vision towers included."""
-    for name, one in claims.items():
-        if one and one.part == "weight" and one.spec.quantizable and name not in reasons:
-            yield one.module
-        elif one is None and name.endswith(".weight") and len(infos[name].shape) > 1:
-            yield name.removesuffix(".weight")
-    # A tied head has no tensor of its own, but engines build a linear module for it.
-    for module in spec.heads:
-        if f"{module.pattern}.weight" not in claims:
-            yield module.pattern
-
-
 def _already_quantized(context: _Context) -> tuple[str, ...]:
     """A warning where the source has lost accuracy already."""
     found = context.source.quantization
@@ -157,6 +152,14 @@ def _already_quantized(context: _Context) -> tuple[str, ...]:
         f"The source is quantised already ({found}) and its errors stay: start from the "
         "unquantised model, or use `nvfp4 convert` to change the layout of an NVFP4 one.",
     )
+
+
+def _of_adapters(context: _Context) -> Iterator[str]:
+    if (context.source.checkpoint.folder / ADAPTER).is_file():
+        yield (
+            "The adapter beside the model is left out: merge it into the weights first, or apply "
+            "it to the unquantised model."
+        )
 
 
 def _of_engines(context: _Context) -> Iterator[str]:
@@ -240,7 +243,7 @@ def _written_member(
     """One expert's weight or bias under its own name."""
     name = f"{piece.module}.{one.part}"
     if one.part == "bias":
-        output = Output(name, _stored_dtype(info, context), shape)
+        output = Output(name, _stored_dtype(one, info, context), shape)
         return Member(name, piece.module, info, shape, "edit", "bias", edits, (output,),
                       piece=piece, finite=True)  # fmt: skip
     assert context.layout is not None
@@ -255,7 +258,7 @@ def _kept_member(
     name: str, one: Claim | None, info: SourceTensor, edits: tuple[Edit, ...], context: _Context
 ) -> Member:
     """A tensor that stays a tensor, under its name and in its form."""
-    dtype = info.dtype if one is None else _stored_dtype(info, context)
+    dtype = info.dtype if one is None else _stored_dtype(one, info, context)
     changed = bool(edits) or dtype != info.dtype or not info.stored
     reason = _why_kept(one, context.recipe)
     action: Action = "edit" if changed else "copy"
@@ -274,9 +277,11 @@ def _kept_member(
     )
 
 
-def _stored_dtype(info: SourceTensor, context: _Context) -> torch.dtype:
+def _stored_dtype(one: Claim, info: SourceTensor, context: _Context) -> torch.dtype:
+    """That of the recipe, but for parameters of no module, such as correction biases of routers."""
+    own = one.spec.role == "inner" and not one.spec.suffixes.weight
     name = context.recipe.dtype
-    return info.dtype if name == "source" else _dtype(name)
+    return info.dtype if name == "source" or own else _dtype(name)
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -2,7 +2,7 @@
 
 import fnmatch
 import re
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from nvfp4cli.errors import RecipeError, UnsupportedError
@@ -14,15 +14,19 @@ from nvfp4cli.models.spec import ArchSpec
 from nvfp4cli.recipe import Recipe
 
 # Layouts whose engines read no experts in them.
-_WITHOUT_EXPERTS = ("torchao", "comfy")
+WITHOUT_EXPERTS = ("torchao", "comfy")
 
 
 @dataclass(frozen=True)
 class Selection:
-    """Names of the weights to quantise -> the reason, and notes about the patterns."""
+    """Names of the weights to quantise -> the reason.
+
+    notes: about the patterns, which --strict makes errors. warnings: of what engines may refuse.
+    """
 
     reasons: dict[str, str]
     notes: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
 
 def select(
@@ -47,7 +51,9 @@ def select(
         for claim in claims
         if claim and claim.part == "weight" and claim.spec.quantizable and not claim.mtp
     }
-    ignored = {pattern: _matching(pattern, linears, shapes) for pattern in recipe.ignore}
+    # What is never quantised may be named too.
+    others = {c.module: c for c in claims if c and c.part == "weight" and c.mtp}
+    ignored = {p: _matching(p, {**linears, **others}, shapes) for p in recipe.ignore}
     included = {pattern: _matching(pattern, linears, shapes) for pattern in recipe.include}
     notes = [
         f"--{option} {pattern!r} matches no linear module: name one such as "
@@ -70,7 +76,8 @@ def select(
         )
     _check_experts(linears, chosen, layout)
     _check_widths(linears, chosen, shapes)
-    return Selection(chosen, (*notes, *_split_groups(linears, chosen)))
+    notes += [*_split_groups(linears, chosen), *_split_experts(linears, chosen)]
+    return Selection(chosen, tuple(notes), tuple(_unusual(linears, chosen)))
 
 
 def _matching(
@@ -125,7 +132,7 @@ def _check_experts(linears: dict[str, Claim], chosen: dict[str, str], layout: La
         for module, claim in linears.items()
         if claim.tensor in chosen and (claim.spec.per_expert or claim.expert is not None)
     ]
-    if experts and layout.NAME in _WITHOUT_EXPERTS:
+    if experts and layout.NAME in WITHOUT_EXPERTS:
         raise UnsupportedError(
             f"No engine reads experts such as {experts[0]} in the {layout.NAME} layout: use "
             "--layout compressed-tensors or modelopt, or keep them with --ignore '*.experts.*'."
@@ -154,6 +161,52 @@ def _split_groups(linears: dict[str, Claim], chosen: dict[str, str]) -> list[str
     ]
 
 
+def _experts(claim: Claim) -> str | None:
+    """The module that holds an expert and all others of its layer, None for other modules."""
+    if not claim.spec.per_expert and claim.expert is None:
+        return None
+    names = claim.spec.written_as or (claim.spec.pattern,)
+    return numbered(names[0].partition(".{expert}")[0], claim.layer)
+
+
+def _split_experts(linears: dict[str, Claim], chosen: dict[str, str]) -> list[str]:
+    """Engines hold the experts of a layer in one module, which has one format.
+
+    Raises RecipeError where the rest would be stored in two ways at once.
+    """
+    groups: dict[str, list[Claim]] = {}
+    for claim in linears.values():
+        if (experts := _experts(claim)) is not None:
+            groups.setdefault(experts, []).append(claim)
+    split = [
+        experts
+        for experts, members in groups.items()
+        if len({claim.tensor in chosen for claim in members}) > 1
+    ]
+    if not split:
+        return []
+    sentence = (
+        f"The patterns quantise only a part of the experts of {split[0]}, which engines hold in "
+        f"one format: ignore all with --ignore '{_collapsed(split)[0]}.*' or none of them."
+    )
+    if any(claim.spec.per_expert for claim in groups[split[0]]):
+        raise RecipeError(sentence)
+    return [sentence]
+
+
+def _unusual(linears: dict[str, Claim], chosen: dict[str, str]) -> list[str]:
+    """Modules that are quantised at the user's wish though the architecture keeps them."""
+    found: dict[str, list[str]] = {}
+    for module, claim in linears.items():
+        if claim.tensor in chosen and not claim.spec.quantize and claim.spec.because:
+            found.setdefault(claim.spec.because, []).append(module)
+    return [
+        f"--include quantises {', '.join(_collapsed(modules))}, which the architecture keeps "
+        f"({because}): engines may refuse it; try the engine you serve with."
+        for because, modules in found.items()
+    ]
+
+
 def _check_widths(
     linears: dict[str, Claim], chosen: dict[str, str], shapes: Mapping[str, tuple[int, ...]]
 ) -> None:
@@ -167,7 +220,9 @@ def _check_widths(
             bad[module] = list(shape)
     if bad:
         layers = ", ".join(f"{module} {shape}" for module, shape in bad.items())
-        patterns = _collapsed(bad)
+        # Experts stay together.
+        of_experts = {module: _experts(linears[module]) for module in bad}
+        patterns = _collapsed(f"{e}.*" if e else module for module, e in of_experts.items())
         raise UnsupportedError(
             f"NVFP4 needs in_features that are a multiple of {BLOCK}, which these layers lack: "
             f"{layers}; keep them in the source dtype with "
@@ -178,6 +233,28 @@ def _check_widths(
 def _collapsed(modules: Iterable[str]) -> list[str]:
     """Shell patterns for modules of all layers."""
     return sorted({re.sub(r"\.\d+(?=\.|$)", ".*", module) for module in modules})
+
+
+def kept(
+    claims: Mapping[str, Claim | None],
+    shapes: Mapping[str, tuple[int, ...]],
+    quantized: Collection[str],
+    spec: ArchSpec,
+) -> Iterator[str]:
+    """Linear modules that stay in the source dtype, those of vision towers included.
+
+    Experts that are stored together go by the names under which engines look for them.
+    """
+    for name, claim in claims.items():
+        if claim is None:
+            if name.endswith(".weight") and len(shapes[name]) > 1:
+                yield name.removesuffix(".weight")
+        elif claim.part == "weight" and claim.spec.quantizable and name not in quantized:
+            yield from _written(claim, shapes) or [claim.module]
+    # A tied head has no tensor of its own, but engines build a linear module for it.
+    for module in spec.heads:
+        if f"{module.pattern}.weight" not in claims:
+            yield module.pattern
 
 
 def presets(claims: Iterable[Claim | None], reasons: Mapping[str, str]) -> dict[str, list[str]]:
