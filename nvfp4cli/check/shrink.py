@@ -6,8 +6,9 @@ source states its sizes.
 """
 
 import copy
+import json
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeGuard
 
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
@@ -73,6 +74,9 @@ _VISION = {
     "num_position_embeddings": (_IMAGE // _PATCH) ** 2,
     "window_size": 2 * _PATCH * 2,  # two merged patches
 }
+_PAD = "pad_token_id"
+_TEXT_TOKENS = ("bos_token_id", "eos_token_id", _PAD, "eod_token_id")
+_TOKENS = ("_token_id", "_token_index")
 _WRAPPER = {"image_seq_length": 16, "mm_tokens_per_image": 4, "vocab_size": VOCAB,
             "hidden_size": HIDDEN}  # fmt: skip
 
@@ -107,12 +111,24 @@ def shrink(config: Mapping[str, Any]) -> dict[str, Any]:
         if part is not text and isinstance(part, PreTrainedConfig):
             stated = source.get(key) or {}
             twin[key] = {"model_type": part.model_type} | _merged(stated, part, _vision(part))
-    return _with_tokens(twin)
+    return _with_tokens(twin, complete)
+
+
+def model_type_of(config: Mapping[str, Any]) -> str:
+    """What a parsed config.json calls the model. Raises CheckpointError where it does not."""
+    found = config.get("model_type")
+    if not isinstance(found, str) or not found:
+        said = f"gives {json.dumps(found)}" if "model_type" in config else "has none"
+        raise CheckpointError(
+            f'A config.json must name the model_type, such as "llama", and this one {said}: '
+            "correct it, or name the config.json of a model."
+        )
+    return found
 
 
 def configuration(config: dict[str, Any]) -> PreTrainedConfig:
     """The configuration of a parsed config.json. Raises what `shrink` raises."""
-    model_type = config.get("model_type")
+    model_type = model_type_of(config)
     if model_type not in CONFIG_MAPPING:
         raise UnsupportedError(
             f"transformers does not know the model type {model_type!r}, and a twin is made by it: "
@@ -149,7 +165,7 @@ def _text(stated: Mapping[str, Any], complete: PreTrainedConfig) -> dict[str, An
     if "original_max_position_embeddings" in values:
         changes["original_max_position_embeddings"] = 16
     twin = _merged(stated, complete, changes)
-    return _with_tokens({"model_type": complete.model_type} | twin)
+    return _with_tokens({"model_type": complete.model_type} | twin, complete)
 
 
 def _heads(
@@ -233,15 +249,30 @@ def _merged(
     return twin
 
 
-def _with_tokens(twin: dict[str, Any]) -> dict[str, Any]:
-    """Special tokens inside the vocabulary, those of pictures apart from ordinary ones."""
+def _with_tokens(twin: dict[str, Any], complete: PreTrainedConfig) -> dict[str, Any]:
+    """Special tokens inside the vocabulary, those of pictures apart from ordinary ones.
+
+    complete: the source's, whose defaults the twin must not fall back to where they lie outside:
+    models have a row of the embedding for padding, and look for the tokens of pictures.
+    """
+    aliases = complete.attribute_map
+    said = {aliases.get(key, key) for key in twin}
+    for key, value in complete.to_dict().items():
+        looked_up = key == _PAD or (key.endswith(_TOKENS) and key not in _TEXT_TOKENS)
+        if looked_up and aliases.get(key, key) not in said and _beyond(value):
+            twin[key] = value
     place = VOCAB
     for key in sorted(twin):
         value = twin[key]
-        if key in ("bos_token_id", "eos_token_id", "pad_token_id", "eod_token_id"):
+        if key in _TEXT_TOKENS:
             few = [n % ORDINARY for n in value] if isinstance(value, list) else value
-            twin[key] = few % ORDINARY if isinstance(few, int) and few >= VOCAB else few
-        elif key.endswith(("_token_id", "_token_index")) and isinstance(value, int):
+            twin[key] = few % ORDINARY if _beyond(few) else few
+        elif key.endswith(_TOKENS) and isinstance(value, int):
             place -= 1
             twin[key] = place
     return twin
+
+
+def _beyond(token: Any) -> TypeGuard[int]:
+    """True for the number of a token that a twin's vocabulary does not have."""
+    return isinstance(token, int) and token >= VOCAB

@@ -74,7 +74,8 @@ def attempt(model_type: str) -> Iterator[None]:
         reason = " ".join(str(error).split()) or type(error).__name__
         raise UnsupportedError(
             f"transformers {transformers.__version__} cannot run a small {model_type} model "
-            f"({reason}): compare the logits of the whole model before and after a fold instead."
+            f"({reason}): complete its config.json if it leaves something out, otherwise compare "
+            "the logits of the whole model before and after a fold."
         ) from error
 
 

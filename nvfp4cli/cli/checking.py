@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from nvfp4cli.check.compare import LIMIT, Report, Verdict, check
+from nvfp4cli.check.shrink import model_type_of
 from nvfp4cli.checkpoint import hub
 from nvfp4cli.checkpoint.files import CONFIG
 from nvfp4cli.checkpoint.reader import read_json
@@ -28,7 +29,7 @@ def check_model(model: str, revision: str | None, arch_spec: Path | None, *, as_
     elif revision is not None:
         raise UsageError(f"{model} is a file and has no revision {revision}: drop --revision.")
     config = read_json(path)
-    spec = arch_spec or specs.beside(path.parent, config.get("model_type"))
+    spec = arch_spec or specs.beside(path.parent, model_type_of(config))
     report = check(config, spec)
     warnings = [_BLIND] if report.pictures is False else []
     for message in warnings:

@@ -17,7 +17,7 @@ from nvfp4cli.describe import folder
 from nvfp4cli.describe.architecture import spec_of
 from nvfp4cli.describe.inventory import Inventory
 from nvfp4cli.describe.record import Violation, Weight
-from nvfp4cli.describe.values import decode, same_bytes
+from nvfp4cli.describe.values import check_measurable, decode, same_bytes
 from nvfp4cli.errors import CheckpointError, UnsupportedError
 from nvfp4cli.layouts import open_weights
 from nvfp4cli.layouts.sources import Source, SourceTensor, open_source
@@ -88,8 +88,10 @@ def compare(
 
     name: the source as the user calls it. unreadable: weights that lack a part. Raises
     CheckpointError for a source that is in NVFP4 itself, UnsupportedError where the rotation
-    cannot be repeated.
+    cannot be repeated or a weight cannot be decoded.
     """
+    for weight in inventory.weights:
+        check_measurable(weight)
     if open_weights(source).layout is not None:
         raise CheckpointError(
             f"{name} is quantised itself: give the unquantised model that the checkpoint was made "

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from nvfp4cli.checkpoint.reader import Checkpoint, read_json
-from nvfp4cli.describe.architecture import spec_of
-from nvfp4cli.describe.configuration import Claim, Configuration, parse
+from nvfp4cli.describe.architecture import spared, spec_of
+from nvfp4cli.describe.configuration import Configuration, parse
 from nvfp4cli.describe.inventory import Inventory
 from nvfp4cli.describe.record import Violation, Weight
 from nvfp4cli.layouts.record import Contents
@@ -45,7 +45,9 @@ def check_configuration(inventory: Inventory, said: Stated) -> Iterator[Violatio
         return
     linears = _with_tied_head(inventory)
     for module, weight in linears.items():
-        yield from _check_claim(module, weight, configuration.claim(module))
+        if configuration.spares and weight.format == "plain" and spared(module):
+            continue
+        yield from _check_claim(module, weight, configuration)
     yield from _check_activations(inventory, configuration)
     yield from _check_cache(inventory, configuration)
     if said.inline and said.beside and said.inline.method.startswith("modelopt"):
@@ -93,7 +95,8 @@ def _check_method(inventory: Inventory, said: Stated) -> Iterator[Violation]:
         yield Violation(None, "config-method", message)
 
 
-def _check_claim(module: str, weight: Weight, claim: Claim | None) -> Iterator[Violation]:
+def _check_claim(module: str, weight: Weight, configuration: Configuration) -> Iterator[Violation]:
+    claim = configuration.claim(module)
     claimed = claim.format if claim else "plain"
     if claimed == weight.format:
         return
@@ -103,7 +106,8 @@ def _check_claim(module: str, weight: Weight, claim: Claim | None) -> Iterator[V
         fault = f"says that {module} is quantised and no scales of it are stored"
     else:
         fault = f"describes {module} as {claimed} and it is stored as {weight.format}"
-    step = "list it in `ignore`" if weight.format == "plain" else "quantise the source again"
+    listing = f"list it in `{configuration.exclusions}`"
+    step = listing if weight.format == "plain" else "quantise the source again"
     yield Violation(weight.name, "config-set", f"The quantization_config {fault}: {step}.")
 
 

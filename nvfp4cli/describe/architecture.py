@@ -22,6 +22,9 @@ _SIBLINGS = (
 )
 _MERGED = {leaf: "+".join(leaves) for leaves in _SIBLINGS for leaf in leaves}
 _HEADS = ("lm_head", "embed_out", "output", "head")
+# Layers that engines compute in the source dtype whatever a configuration says of linear layers:
+# routers, the gates of shared experts, and what joins the inputs of DeepSeek's further tokens.
+_NEVER_QUANTIZED = frozenset(("gate", "router", "shared_expert_gate", "eh_proj"))
 
 
 def spec_of(checkpoint: Checkpoint) -> ArchSpec | None:
@@ -49,11 +52,17 @@ def check_architecture(inventory: Inventory) -> Iterator[Violation]:
             "engines make up a random one: set it to true, or complete the checkpoint."
         )
         yield Violation(None, "head", message)
-    if spec is not None:
+    if spec is not None and inventory.unreadable is None:
         try:
             claim(spec, [weight.name for weight in inventory.weights], config)
         except (UnsupportedError, CheckpointError) as error:
             yield Violation(None, "architecture", str(error))
+
+
+def spared(module: str) -> bool:
+    """True for an output head and for what engines never build as a quantised linear layer."""
+    path = module.split(".")
+    return path[-1] in _HEADS or not _NEVER_QUANTIZED.isdisjoint(path)
 
 
 def fused_groups(inventory: Inventory) -> list[tuple[str, list[Weight]]]:

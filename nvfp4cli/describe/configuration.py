@@ -14,6 +14,7 @@ from nvfp4cli.formats.nvfp4 import BLOCK
 
 _MXFP4_BLOCK = 32
 _LINEAR = "Linear"
+_CONVERTERS = ("fp8", "torchao")  # whose names are those of transformers
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,8 @@ class Configuration:
     groups: (targets, claim), the first that names a module wins, before class names. ignore:
     patterns of modules left alone. understood: False where this tool cannot say which modules the
     method quantises. cache: the KV cache is said to have static scales. whole: a pattern without
-    `re:` is a whole name, elsewhere it may be a part of one between dots, or hold `*`.
+    `re:` is a whole name, elsewhere it may be a part of one between dots, or hold `*`. spares:
+    heads and routers are left alone without being listed.
     """
 
     method: str
@@ -45,6 +47,12 @@ class Configuration:
     understood: bool = True
     cache: bool = False
     whole: bool = False
+    spares: bool = False
+
+    @property
+    def exclusions(self) -> str:
+        """The entry that lists what is left alone."""
+        return "ignore" if self.method not in _CONVERTERS else "modules_to_not_convert"
 
     def claim(self, module: str) -> Claim | None:
         """What is said of a linear module, None where it is left alone."""
@@ -74,7 +82,8 @@ def parse(quantization: dict[str, Any]) -> Configuration:
             return _torchao(method, quantization)
         if method == "fp8":
             ignore = quantization.get("modules_to_not_convert") or ()
-            return Configuration(method, (((_LINEAR,), Claim("fp8", True)),), tuple(ignore))
+            groups = (((_LINEAR,), Claim("fp8", True)),)
+            return Configuration(method, groups, tuple(ignore), spares=True)
     except (AttributeError, TypeError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"The quantization_config of the checkpoint is malformed ({error}): quantise the "

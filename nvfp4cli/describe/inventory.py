@@ -1,7 +1,8 @@
 """What lies in the files, seen by tensor names and types alone, damaged modules included.
 
 `layouts.open_weights` names the modules that can be read. Here a module that lacks a part still
-counts as quantised, because the missing part is what has to be reported.
+counts as quantised, because the missing part is what has to be reported. A checkpoint without NVFP4
+is seen as `quantize` sees it, through `layouts.sources`.
 """
 
 from collections.abc import Iterator
@@ -11,10 +12,14 @@ from functools import cached_property
 import torch
 
 from nvfp4cli.checkpoint.reader import Checkpoint
-from nvfp4cli.describe.record import Weight
+from nvfp4cli.describe.record import Format, Weight
+from nvfp4cli.errors import CheckpointError, UnsupportedError
 from nvfp4cli.formats.nvfp4 import BLOCK
 from nvfp4cli.layouts import LAYOUTS
+from nvfp4cli.layouts.fp8 import Fp8
+from nvfp4cli.layouts.mxfp4 import Mxfp4
 from nvfp4cli.layouts.record import Layout
+from nvfp4cli.layouts.sources import Encoding, Source, open_source
 
 # Suffixes that reveal a layout, in the order of LAYOUTS: ComfyUI's names are ModelOpt's and a
 # marker, and ModelOpt's `.weight_scale` is everybody's.
@@ -33,11 +38,16 @@ _FP8_SCALES = (".weight_scale", ".weight_scale_inv")
 
 @dataclass(frozen=True)
 class Inventory:
-    """A checkpoint sorted into weights. layout: None where no weight is in NVFP4."""
+    """A checkpoint sorted into weights.
+
+    layout: None where no weight is in NVFP4. unreadable: why a checkpoint without a layout cannot
+    be read as float either, None where it can; then names may be those of parts.
+    """
 
     checkpoint: Checkpoint
     layout: Layout | None
     weights: tuple[Weight, ...]  # in name order
+    unreadable: str | None = None
 
     @cached_property
     def nvfp4(self) -> tuple[Weight, ...]:
@@ -72,10 +82,19 @@ class Inventory:
         """Name of the static input scale of a weight, None if there is none."""
         return next((part for part in weight.parts if part.endswith(INPUT_SCALES)), None)
 
+    def weight_scale(self, weight: Weight) -> str | None:
+        """Name of the scales of an FP8 or MXFP4 weight, None if there are none."""
+        return next((part for part in weight.parts[1:] if not part.endswith(_COMPANIONS)), None)
+
 
 def take(checkpoint: Checkpoint) -> Inventory:
     """Sort the tensors of a checkpoint into weights."""
-    layout = _layout(checkpoint)
+    layout, unreadable = _layout(checkpoint), None
+    if layout is None:
+        try:
+            return Inventory(checkpoint, None, tuple(_of_source(open_source(checkpoint))))
+        except (CheckpointError, UnsupportedError) as error:
+            unreadable = str(error)
     quantized = list(_nvfp4(layout, checkpoint))
     owned = {part for weight in quantized for part in weight.parts}
     # A damaged NVFP4 weight can look like one of these.
@@ -87,12 +106,30 @@ def take(checkpoint: Checkpoint) -> Inventory:
         for name, info in checkpoint.tensors.items()
         if name not in owned and not name.endswith(_CACHE_SCALES)
     ]
-    return Inventory(checkpoint, layout, tuple(sorted([*quantized, *plain], key=lambda w: w.name)))
+    weights = sorted([*quantized, *plain], key=lambda weight: weight.name)
+    return Inventory(checkpoint, layout, tuple(weights), unreadable)
 
 
 def suffixes(layout: Layout) -> tuple[str, ...]:
     """What a layout appends to a module's name: for codes, block scales, global scale first."""
     return tuple(output.name for output in layout.outputs("", (BLOCK, BLOCK), False))
+
+
+def _of_source(source: Source) -> Iterator[Weight]:
+    for tensor in source.tensors.values():
+        if not tensor.name.endswith(_CACHE_SCALES):
+            module = tensor.name.removesuffix(".weight")
+            companions = () if tensor.stored else _parts(module, (), source.checkpoint)
+            parts = (*tensor.parts, *companions)
+            yield Weight(tensor.name, _format(tensor.encoding), tensor.shape, parts)
+
+
+def _format(encoding: Encoding | None) -> Format:
+    """Of a weight in a checkpoint without NVFP4."""
+    if encoding is None:
+        return "plain"
+    assert isinstance(encoding, Fp8 | Mxfp4)
+    return "fp8" if isinstance(encoding, Fp8) else "mxfp4"
 
 
 def _layout(checkpoint: Checkpoint) -> Layout | None:

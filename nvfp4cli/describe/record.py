@@ -34,8 +34,8 @@ class Weight:
 
     @property
     def module(self) -> str:
-        """The module that owns the parameter."""
-        return self.name.rpartition(".")[0]
+        """The layer that owns the parameter; one that is no `.weight` is a layer of its own."""
+        return self.name.removesuffix(".weight")
 
     @property
     def numel(self) -> int:

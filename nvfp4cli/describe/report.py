@@ -96,6 +96,8 @@ def describe(checkpoint: Checkpoint) -> Report:
         *architecture.check_architecture(found),
         *structure.check_names(found),
     ]
+    if found.unreadable:
+        violations.append(Violation(None, "unreadable", found.unreadable))
     if found.layout is not None and found.layout.NAME == "torchao":
         violations += structure.check_torchao_header(found)
     violations += scales.check_groups(architecture.fused_groups(found), found)
@@ -104,6 +106,7 @@ def describe(checkpoint: Checkpoint) -> Report:
         if weight.format != "nvfp4":
             for part in weight.parts:
                 violations += values.check_finite(part, checkpoint)
+            violations += scales.check_weight_scale(weight, found)
             continue
         broken = structure.check_parts(weight, found)
         if not broken:

@@ -8,7 +8,7 @@ from torch import Tensor
 from nvfp4cli.checkpoint.reader import Checkpoint
 from nvfp4cli.describe.inventory import Inventory, suffixes
 from nvfp4cli.describe.record import Figures, Violation, Weight
-from nvfp4cli.formats import e4m3
+from nvfp4cli.formats import e4m3, mxfp4
 from nvfp4cli.formats.nvfp4 import BLOCK, GlobalScale
 from nvfp4cli.layouts.record import Layout
 
@@ -72,6 +72,20 @@ def read_scale(
         message = f"{name} is {value}, and what it scales is lost: quantise the source again."
         return None, [Violation(name, "scale-value", message)]
     return scale.multiplier, []
+
+
+def check_weight_scale(weight: Weight, inventory: Inventory) -> Iterator[Violation]:
+    """Scales of an FP8 weight are positive and finite, those of an MXFP4 weight no NaN."""
+    name = inventory.weight_scale(weight)
+    if name is None:
+        return
+    if weight.format == "fp8":
+        yield from read_scale(name, inventory.checkpoint, None)[1]
+    elif weight.format == "mxfp4":
+        exponents = inventory.checkpoint.read(name).view(torch.uint8)
+        if nan := int((exponents == mxfp4.NAN_BYTE).sum()):
+            message = f"{name} holds {nan} NaN (byte 0xFF): download the checkpoint again."
+            yield Violation(name, "scale-nan", message)
 
 
 def check_groups(

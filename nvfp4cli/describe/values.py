@@ -20,8 +20,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 def decode(weight: Weight, inventory: Inventory) -> Tensor:
     """A weight as fp32 (plain ones as stored). An NVFP4 weight must have all its parts.
 
-    Raises UnsupportedError for MXFP4, which no layout of this tool reads, and for unknown scales
-    of FP8.
+    Raises UnsupportedError for what `check_measurable` refuses, and for unknown scales of FP8.
     """
     checkpoint = inventory.checkpoint
     if weight.format == "nvfp4":
@@ -30,24 +29,31 @@ def decode(weight: Weight, inventory: Inventory) -> Tensor:
         stored = inventory.layout.load(weight.module, (n, k), checkpoint.read, False)
         return nvfp4.dequantize(stored.weight)
     if weight.format == "fp8":
-        return _decode_fp8(weight, checkpoint)
-    if weight.format == "mxfp4":
-        raise UnsupportedError(
-            f"{weight.name} is in MXFP4, which cannot be measured yet: leave out --against."
-        )
+        return _decode_fp8(weight, inventory)
+    check_measurable(weight)
     return checkpoint.read(weight.name)
 
 
-def _decode_fp8(weight: Weight, checkpoint: Checkpoint) -> Tensor:
-    """E4M3 values times one scale for the tensor, each row, or each block of rows and columns.
+def check_measurable(weight: Weight) -> None:
+    """Raise UnsupportedError for MXFP4 and for experts in FP8, which `decode` does not decode."""
+    experts = weight.format == "fp8" and weight.shape is not None and len(weight.shape) > 2
+    if weight.format == "mxfp4" or experts:
+        kind = "MXFP4" if weight.format == "mxfp4" else "FP8 with an axis of experts"
+        raise UnsupportedError(
+            f"{weight.name} is in {kind}, which cannot be measured yet: leave out --against."
+        )
+
+
+def _decode_fp8(weight: Weight, inventory: Inventory) -> Tensor:
+    """FP8 values times one scale for the tensor, each row, or each block of rows and columns.
 
     Raises UnsupportedError where the scales have none of these shapes.
     """
-    codes = e4m3.decode(checkpoint.read(weight.parts[0]))  # [N, K]
-    scales = [part for part in weight.parts[1:] if "weight_scale" in part]
-    if not scales:
+    checkpoint, name = inventory.checkpoint, inventory.weight_scale(weight)
+    codes = checkpoint.read(weight.parts[0]).to(torch.float32)  # [N, K]
+    if name is None:
         return codes
-    scale = checkpoint.read(scales[0]).to(torch.float32)
+    scale = checkpoint.read(name).to(torch.float32)
     if scale.numel() == 1:
         return codes * scale.reshape(())
     n, k = codes.shape
@@ -57,7 +63,7 @@ def _decode_fp8(weight: Weight, checkpoint: Checkpoint) -> Tensor:
     rows, columns = quantization.get("weight_block_size") or (_FP8_BLOCK, _FP8_BLOCK)
     if scale.shape != (-(-n // rows), -(-k // columns)):
         raise UnsupportedError(
-            f"{scales[0]} has shape {list(scale.shape)}, which fits neither the rows of "
+            f"{name} has shape {list(scale.shape)}, which fits neither the rows of "
             f"{weight.name} nor blocks of {rows} x {columns}: leave out --against."
         )
     return codes * scale.repeat_interleave(rows, 0)[:n].repeat_interleave(columns, 1)[:, :k]

@@ -18,16 +18,22 @@ _NEXT_STEP = "name the checkpoint that the model was made from."
 def check_baseline(
     folder: Path, config: PreTrainedConfig, text: str, tokens: Tensor, bos: int | None
 ) -> None:
-    """Refuse a baseline that is quantised, or that reads other tokens than the model.
+    """Refuse a baseline that is quantised, of another model type, or that reads other tokens.
 
     folder: of the baseline. config: of the model. tokens: int64 [T], the first T of `text` by the
-    model's tokenizer. bos: what `leading_bos` says of it. Models of one vocabulary and tokenizer
-    are not told apart. Raises CheckpointError, from headers and small files alone.
+    model's tokenizer. bos: what `leading_bos` says of it. Models of one type, vocabulary and
+    tokenizer are not told apart. Raises CheckpointError, from headers and small files alone.
     """
     checkpoint = open_checkpoint(folder)
     if open_weights(checkpoint).layout is not None:
         raise CheckpointError(f"The baseline {folder} is itself quantised: {_NEXT_STEP}")
-    ours, theirs = (c.get_text_config().vocab_size for c in (config, configuration(folder)))
+    text_configs = [c.get_text_config() for c in (config, configuration(folder))]
+    ours, theirs = (c.model_type for c in text_configs)
+    if ours != theirs:
+        raise CheckpointError(
+            f"The baseline is a {theirs} model and the checkpoint a {ours} model: {_NEXT_STEP}"
+        )
+    ours, theirs = (c.vocab_size for c in text_configs)
     if ours != theirs:
         raise CheckpointError(
             f"The baseline's vocabulary has {theirs} entries and the model's {ours}: {_NEXT_STEP}"

@@ -8,7 +8,8 @@ from typing import Any
 
 from nvfp4cli.errors import UnsupportedError
 from nvfp4cli.models.document import SPECS
-from nvfp4cli.models.modules import ModuleSpec, Part, Suffixes, matcher
+from nvfp4cli.models.layers import behind, in_layers
+from nvfp4cli.models.modules import ModuleSpec, Part, Suffixes, matcher, some
 from nvfp4cli.models.spec import ArchSpec
 
 
@@ -44,9 +45,11 @@ def claim(spec: ArchSpec, names: Iterable[str], config: dict[str, Any]) -> dict[
     """Say what every tensor is; None for one that is kept as it is.
 
     config: the language part of config.json. Raises UnsupportedError for a tensor that no pattern
-    claims, that lies in a layer beyond num_hidden_layers, that is missing from the checkpoint, or
-    for a bias that config.json does not provide for.
+    claims, that lies in a layer beyond num_hidden_layers or belongs to an expert too many, that is
+    missing from the checkpoint, for a bias that config.json does not provide for, and for a model
+    that config.json makes another one than the spec describes.
     """
+    spec.check_flags(config)
     layers = spec.sizes(config)["num_hidden_layers"]
     claims, unclaimed = recognize(spec, names)
     if unclaimed:
@@ -57,27 +60,43 @@ def claim(spec: ArchSpec, names: Iterable[str], config: dict[str, Any]) -> dict[
             f"The spec of {spec.model_type} does not say what {some(unclaimed)} {are}: "
             f"describe {them} {place if ours.is_file() else 'there'}."
         )
-    claims = {name: found and _placed(found, layers, spec) for name, found in claims.items()}
+    further = behind(spec, config, {n: (c.spec, c.layer) for n, c in claims.items() if c})
+    claims = {
+        name: replace(one, mtp=True) if one and (one.spec.mtp or one.layer in further) else one
+        for name, one in claims.items()
+    }
     found = [item for item in claims.values() if item and not item.mtp]
-    if beyond := [c.tensor for c in found if c.layer is not None and c.layer >= layers]:
+    beyond = [c.tensor for c in found if c.layer is not None and c.layer >= layers]
+    if beyond:
         raise UnsupportedError(
             f"num_hidden_layers is {layers} in config.json, and the checkpoint also holds "
             f"{some(beyond)}: correct config.json or remove the other tensors."
         )
+    _check_experts(spec, claims, config)
     if extra := [c for c in found if c.part == "bias" and spec.has_bias(c.spec, config) is False]:
         raise UnsupportedError(
             f"The checkpoint holds {some([c.tensor for c in extra])}, and "
             f"{spec.bias_rule(extra[0].spec, config)}: correct that, or remove the "
             f"tensor{'s' if len(extra) > 1 else ''}, which engines would leave out."
         )
-    check_complete(spec, claims, config)
+    check_complete(spec, claims, config, further)
     return claims
 
 
-def _placed(found: Claim, layers: int, spec: ArchSpec) -> Claim:
-    """Layers behind the decoder's are for predicting further tokens, where a spec has such."""
-    behind = found.layer is not None and found.layer >= layers and any(m.mtp for m in spec.modules)
-    return replace(found, mtp=True) if behind or found.spec.mtp else found
+def _check_experts(spec: ArchSpec, claims: dict[str, Claim | None], config: dict[str, Any]) -> None:
+    """Raise UnsupportedError for tensors of more experts than config.json counts."""
+    if spec.experts is None:
+        return
+    numbers = {name: c.expert for name, c in claims.items() if c and c.expert is not None}
+    if not numbers:
+        return
+    sizes = spec.sizes(config)
+    count = sizes[spec.experts]
+    if more := [name for name, number in numbers.items() if number >= count]:
+        raise UnsupportedError(
+            f"{sizes.explained(sizes.entry(spec.experts))}, and the checkpoint also holds "
+            f"{some(more)}: correct config.json or remove the other tensors."
+        )
 
 
 def recognize(spec: ArchSpec, names: Iterable[str]) -> tuple[dict[str, Claim | None], list[str]]:
@@ -152,28 +171,47 @@ def fused_module(spec: ArchSpec, module: str) -> str | None:
     return found.fused_module if found else None
 
 
-def check_complete(spec: ArchSpec, names: Collection[str], config: dict[str, Any]) -> None:
-    """Raise UnsupportedError where a tensor is missing that the architecture always has."""
-    layers = spec.sizes(config)["num_hidden_layers"]
-    missing: list[tuple[str, ModuleSpec]] = []
-    wanted = [
+def check_complete(
+    spec: ArchSpec, names: Collection[str], config: dict[str, Any], further: Iterable[int] = ()
+) -> None:
+    """Raise UnsupportedError where a tensor is missing that the architecture always has.
+
+    further: the layers that predict further tokens and must be complete too.
+    """
+    layers = range(spec.sizes(config)["num_hidden_layers"])
+    always = [
         m for m in described(spec.modules)
-        if not (m.optional or m.mtp or (m.tied_to and spec.tied(config)))
+        if not (m.optional or (m.tied_to and spec.tied(config)))
     ]  # fmt: skip
-    for module in (m for m in wanted if not m.variant):
-        numbers = range(layers) if "{layer}" in module.pattern else (None,)
-        missing += [(n, module) for n in _absent(spec, module, numbers, names, config)]
-    groups = {m.variant[0]: None for m in wanted if m.variant}
-    for group in groups:
-        modules = [m for m in wanted if m.variant and m.variant[0] == group]
-        in_layers = any("{layer}" in module.pattern for module in modules)
-        for layer in range(layers) if in_layers else (None,):
-            missing += _absent_variant(spec, modules, layer, names, config)
+    main = [m for m in always if not m.mtp]
+    missing = _missing(spec, main, layers, names, config)
+    for number in further:
+        missing += _missing(spec, in_layers(spec, always), (number,), names, config)
     if missing:
         raise UnsupportedError(
             f"The checkpoint lacks {some([name for name, _ in missing])}, "
             f"{_demand(spec, *missing[0], config)}."
         )
+
+
+def _missing(
+    spec: ArchSpec,
+    modules: list[ModuleSpec],
+    layers: Iterable[int],
+    names: Collection[str],
+    config: dict[str, Any],
+) -> list[tuple[str, ModuleSpec]]:
+    """Tensors that should be there, with their modules."""
+    missing: list[tuple[str, ModuleSpec]] = []
+    for module in (m for m in modules if not m.variant):
+        numbers = layers if "{layer}" in module.pattern else (None,)
+        missing += [(n, module) for n in _absent(spec, module, numbers, names, config)]
+    for group in {m.variant[0]: None for m in modules if m.variant}:
+        members = [m for m in modules if m.variant and m.variant[0] == group]
+        layered = any("{layer}" in module.pattern for module in members)
+        for layer in layers if layered else (None,):
+            missing += _absent_variant(spec, members, layer, names, config)
+    return missing
 
 
 def _absent(
@@ -235,14 +273,13 @@ def _demand(spec: ArchSpec, name: str, module: ModuleSpec, config: dict[str, Any
             "in config.json if the head is the embedding, otherwise complete the checkpoint"
         )
     if "{layer}" in module.pattern:
-        return (
-            f"and num_hidden_layers is {spec.sizes(config)['num_hidden_layers']} in config.json: "
-            "complete the checkpoint, or correct config.json"
-        )
+        sizes = spec.sizes(config)
+        facts = [sizes.explained("num_hidden_layers")]
+        found = _find(name, _index(spec.modules))
+        if found and found.layer is not None and found.layer >= sizes["num_hidden_layers"]:
+            facts.append(f"layer {found.layer} predicts further tokens")
+        if "{expert}" in module.pattern:
+            assert spec.experts is not None
+            facts.append(sizes.explained(sizes.entry(spec.experts)))
+        return f"and {' and '.join(facts)}: complete the checkpoint, or correct config.json"
     return f"which every {spec.model_type} model has: complete the checkpoint"
-
-
-def some(names: list[str]) -> str:
-    """The first three names, and how many there are more."""
-    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-    return ", ".join(names[:3]) + more

@@ -10,6 +10,7 @@ import yaml
 
 from nvfp4cli.errors import UnsupportedError
 from nvfp4cli.models import sizes
+from nvfp4cli.models.modules import is_pattern
 
 SPECS = Path(__file__).parent / "specs"
 
@@ -25,14 +26,20 @@ _KINDS: dict[str, tuple[type, str]] = {
     "value_path": (dict, "a mapping"),
     "refuse": (dict, "a mapping"),
     "warn": (dict, "a mapping"),
+    "unsupported": (dict, "a mapping"),
+    "mtp_layers": (str, "the entry of config.json that counts them"),
     "tied_by_default": (bool, "true or false"),
     "modules": (dict, "a mapping"),
     "keep": (list, "a list"),
     "defaults": (dict, "a mapping"),
+    "derived": (dict, "a mapping"),
     "multiples": (dict, "a mapping"),
     "biases": (dict, "a mapping"),
 }
-_MERGED = ("modules", "defaults", "multiples", "biases", "refuse", "warn")
+_MERGED = ("modules", "defaults", "derived", "multiples", "biases", "refuse", "warn", "unsupported")
+_VALUE_PATH = {"heads", "head_dim"}
+_ROTATIONS = {"r1", "r2"}
+LAYOUT_NAMES = {"torchao", "comfy", "compressed-tensors", "modelopt"}  # those of a recipe
 
 
 def known() -> list[str]:
@@ -55,6 +62,14 @@ def read(path: Path) -> dict[str, Any]:
         base = read(SPECS / f"{base_name}.yaml")
         merged = {key: {**base.get(key, {}), **document.get(key, {})} for key in _MERGED}
         merged["modules"] = {k: v for k, v in merged["modules"].items() if v is not None}
+        # The one that was written last says whether config.json may give a size.
+        for other, last in (("derived", "defaults"), ("defaults", "derived")):
+            own = document.get(last, {})
+            merged[other] = {
+                key: value
+                for key, value in merged[other].items()
+                if key not in own or key in document.get(other, {})
+            }
         keep = [*base.get("keep", ()), *document.get("keep", ())]
         document = {**base, **document, **merged, "keep": keep}
     if not document.get("modules") and "wraps" not in document:
@@ -77,6 +92,9 @@ def _parse(path: Path) -> dict[str, Any]:
 @cache
 def _loaded(text: str) -> Any:
     return yaml.load(text, _UniqueKeys)
+
+
+_FLAG = (bool, int, float, str)
 
 
 def _is_bias(value: object) -> bool:
@@ -118,17 +136,35 @@ def _check_keys(path: Path, document: dict[str, Any]) -> None:
         if not isinstance(value, kind):
             raise UnsupportedError(f"{path}: {key} is {value!r}: make it {words}.")
     values = (
-        ("keep", document.get("keep", ()), lambda v: isinstance(v, str), "a pattern"),
+        ("keep", document.get("keep", ()), is_pattern,
+         "a pattern, with at most one {layer} and one {expert} and no other braces"),
         ("biases", document.get("biases", {}).values(), _is_bias,
          "true, false, or an entry of config.json, alone or in a list with its default"),
         ("defaults", document.get("defaults", {}).values(), sizes.is_default,
          "a number, or an expression such as hidden_size // num_attention_heads"),
+        ("derived", document.get("derived", {}).values(), sizes.is_default,
+         "a number, or an expression such as hidden_size // num_attention_heads"),
         ("value_path", document.get("value_path", {}).values(), sizes.is_expression, "a size"),
+        ("unsupported", document.get("unsupported", {}).values(), lambda v: isinstance(v, _FLAG),
+         "true, false, a number or a text"),
         ("refuse", document.get("refuse", {}).values(), lambda v: isinstance(v, str), "a reason"),
         ("warn", document.get("warn", {}).values(), lambda v: isinstance(v, str), "a sentence"),
         ("prefixes", document.get("prefixes", {}).values(), _is_names, "a list of names"),
-        ("multiples", document.get("multiples", {}).values(), sizes.is_expression, "a size"),
+        ("multiples", document.get("multiples", {}).values(), sizes.is_divisor,
+         "a size, or a sum or product of sizes"),
     )  # fmt: skip
     for key, found, fits, words in values:
         if wrong := [value for value in found if not fits(value)]:
             raise UnsupportedError(f"{path}: {key} holds {wrong[0]!r}: write {words} there.")
+    choices = (("value_path", _VALUE_PATH), ("refuse", {*_ROTATIONS, "mtp"}),
+               ("warn", _ROTATIONS | LAYOUT_NAMES))  # fmt: skip
+    for key, allowed in choices:
+        if odd := [name for name in document.get(key, {}) if name not in allowed]:
+            raise UnsupportedError(
+                f"{path}: {key} has the entry {odd[0]!r}: write one of "
+                f"{', '.join(sorted(allowed))} there."
+            )
+    if "value_path" in document and document["value_path"].keys() != _VALUE_PATH:
+        raise UnsupportedError(
+            f"{path}: value_path is {document['value_path']!r}: give it both heads and head_dim."
+        )

@@ -28,7 +28,12 @@ Heads = Literal["kv_rows", "query_columns"]
 Axes = Literal["out in", "in out", "expert out in", "expert in out"]
 Part = Literal["weight", "bias"]
 
+_PATTERN = re.compile(r"(\{layer\}|\{expert\}|[\w.*-])+")
+_BOOLEANS = ("linear", "interleaved", "quantize", "mtp", "optional")
+_TEXTS = ("fused", "because", "bias", "tied_to", "variant")
+
 NO_NORM = "none"
+_NUMBERS = ("{layer}", "{expert}")
 _SINGULAR = {"layer": r"(?P<layer>\d+)", "expert": r"(?P<expert>\d+)"}
 
 
@@ -116,11 +121,18 @@ def moved(name: str, prefixes: dict[str, str]) -> str:
     return name
 
 
+def is_pattern(value: object) -> bool:
+    """True for a name with at most one {layer} and one {expert}, and wildcards."""
+    if not isinstance(value, str) or any(value.count(f"{{{name}}}") > 1 for name in _SINGULAR):
+        return False
+    return _PATTERN.fullmatch(value) is not None
+
+
 def module(path: Path, pattern: object, entry: object) -> ModuleSpec:
-    if not isinstance(pattern, str) or any(pattern.count(f"{{{name}}}") > 1 for name in _SINGULAR):
+    if not isinstance(pattern, str) or not is_pattern(pattern):
         raise UnsupportedError(
             f"{path}: the module {pattern!r} is no pattern: write its name with at most one "
-            "{layer} and one {expert}."
+            "{layer} and one {expert}, and no other braces."
         )
     known_keys = [f.name for f in fields(ModuleSpec) if f.name != "pattern"]
     if not isinstance(entry, dict) or "role" not in entry:
@@ -151,6 +163,7 @@ def _check_entry(path: Path, pattern: str, entry: dict[str, Any]) -> None:
     for key, choices in (("role", Role), ("heads", Heads), ("axes", Axes)):
         if key in entry:
             check_choice(path, f"{key} of {pattern}", entry[key], choices)
+    _check_types(path, pattern, entry)
     role, norm = entry["role"], entry.get("norm")
     wanted = {"reader": str, "joiner": list}.get(role)
     if wanted is None and norm is not None:
@@ -178,9 +191,62 @@ def _check_entry(path: Path, pattern: str, entry: dict[str, Any]) -> None:
         raise UnsupportedError(
             f"{path}: the suffixes of {pattern} are {suffixes!r}: give those of weight and bias."
         )
-    if entry.get("written_as") and not str(entry.get("axes", "")).startswith("expert"):
+    _check_experts(path, pattern, entry)
+
+
+def _check_types(path: Path, pattern: str, entry: dict[str, Any]) -> None:
+    for key in (key for key in _BOOLEANS if key in entry):
+        if type(entry[key]) is not bool:
+            raise UnsupportedError(
+                f"{path}: {key} of {pattern} is {entry[key]!r}: write true or false there."
+            )
+    for key in (key for key in _TEXTS if key in entry):
+        if not isinstance(entry[key], str) or not all(entry[key].split("/")):
+            raise UnsupportedError(
+                f"{path}: {key} of {pattern} is {entry[key]!r}: write a text there."
+            )
+    lists = [("norm", entry["norm"])] if isinstance(entry.get("norm"), list) else []
+    lists += [("written_as", entry["written_as"])] if "written_as" in entry else []
+    for key, value in lists:
+        if not isinstance(value, list) or not value or not all(map(is_pattern, value)):
+            raise UnsupportedError(
+                f"{path}: {key} of {pattern} is {value!r}: write a list of names there."
+            )
+    suffixes = entry.get("suffixes", {})
+    if not all(value is None or isinstance(value, str) for value in suffixes.values()):
+        raise UnsupportedError(
+            f"{path}: the suffixes of {pattern} are {suffixes!r}: make each a text or null."
+        )
+
+
+def _check_experts(path: Path, pattern: str, entry: dict[str, Any]) -> None:
+    """Raise UnsupportedError where quantised experts would have no names, or not each its own."""
+    names, role = entry.get("written_as", []), entry["role"]
+    together = str(entry.get("axes", "")).startswith("expert")
+    if names and not together:
         raise UnsupportedError(
             f"{path}: {pattern} has written_as and no axis of experts: leave it out, or give axes."
+        )
+    if not together:
+        return
+    if role == "joiner":
+        raise UnsupportedError(
+            f"{path}: {pattern} is a joiner and has an axis of experts: leave the axis out."
+        )
+    if not names and (role in ("reader", "writer") or entry.get("linear")):
+        raise UnsupportedError(
+            f"{path}: {pattern} has an axis of experts and no written_as: name there the modules "
+            "under which an expert is written."
+        )
+    wanted = [name for name in ("{layer}", "{expert}") if name == "{expert}" or name in pattern]
+    if odd := [n for n in names if "*" in n or {p for p in _NUMBERS if p in n} != set(wanted)]:
+        raise UnsupportedError(
+            f"{path}: written_as of {pattern} holds {odd[0]!r}: write a name with "
+            f"{' and '.join(wanted)} there."
+        )
+    if role == "writer" and len(names) > 1:
+        raise UnsupportedError(
+            f"{path}: written_as of {pattern} holds {len(names)} names: give a writer one."
         )
 
 
@@ -213,6 +279,35 @@ def check_references(path: Path, modules: tuple[ModuleSpec, ...], biases: Collec
             )
 
 
+def check_written(path: Path, modules: tuple[ModuleSpec, ...]) -> None:
+    """Raise UnsupportedError where two tensors of one checkpoint would be written as one."""
+    roles = {module.pattern: module for module in modules}
+    taken: list[tuple[str, ModuleSpec]] = []
+    for module in modules:
+        for name in module.written_as:
+            owner = roles.get(name)
+            crossed = owner is not None and {owner.role, module.role} == {"reader", "writer"}
+            if owner is not None and (crossed or _together(owner, module)):
+                raise UnsupportedError(
+                    f"{path}: written_as of {module.pattern} holds {name}, which is another module "
+                    "there: write a name of its own, or give both one role, and variants that "
+                    "exclude each other."
+                )
+            if other := next((m for n, m in taken if n == name and _together(m, module)), None):
+                raise UnsupportedError(
+                    f"{path}: written_as of {module.pattern} holds {name}, which written_as of "
+                    f"{other.pattern} holds as well: give every part a name of its own."
+                )
+            taken.append((name, module))
+
+
+def _together(one: ModuleSpec, other: ModuleSpec) -> bool:
+    """True where a layer may have both."""
+    depth = min(len(one.variant), len(other.variant))
+    exclusive = depth > 0 and one.variant[0] == other.variant[0]
+    return not exclusive or one.variant[:depth] == other.variant[:depth]
+
+
 def check_choice(path: Path, what: str, value: object, choices: Any) -> None:
     if value not in get_args(choices):
         raise UnsupportedError(f"{path}: the {what} is {value!r}: choose one of {_list(choices)}.")
@@ -220,6 +315,12 @@ def check_choice(path: Path, what: str, value: object, choices: Any) -> None:
 
 def _list(choices: Any) -> str:
     return ", ".join(get_args(choices))
+
+
+def some(names: list[str]) -> str:
+    """The first three names, and how many there are more."""
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def matcher(pattern: str) -> re.Pattern[str]:

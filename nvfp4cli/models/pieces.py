@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nvfp4cli.errors import CheckpointError
 from nvfp4cli.models.claims import Claim, numbered, recognize
 from nvfp4cli.models.modules import ModuleSpec
 from nvfp4cli.models.spec import ArchSpec
@@ -53,9 +54,18 @@ def matrix_shape(claim: Claim, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def pieces(claim: Claim, shape: tuple[int, ...]) -> Iterator[Piece]:
-    """The matrices under whose names a tensor of experts is written, expert by expert."""
-    count = len(claim.spec.written_as)
-    rows = matrix_shape(claim, shape)[0] // count
+    """The matrices under whose names a tensor of experts is written, expert by expert.
+
+    Raises CheckpointError where its rows cannot be divided among them.
+    """
+    count, length = len(claim.spec.written_as), matrix_shape(claim, shape)[0]
+    if length % count:
+        raise CheckpointError(
+            f"{claim.tensor} has shape {list(shape)}, whose {length} rows are no multiple of the "
+            f"{count} names that {claim.spec.pattern} is written as: restore the weights, or "
+            "correct written_as in the architecture spec."
+        )
+    rows = length // count
     for expert in range(shape[0]):
         for number, pattern in enumerate(claim.spec.written_as):
             start, step = (number, count) if claim.spec.interleaved else (number * rows, 1)

@@ -15,6 +15,7 @@ from typing import Any
 from nvfp4cli.errors import CheckpointError
 
 _AT_LEAST = "at least "
+_NAME = re.compile(r"[A-Za-z_]\w*")
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -31,6 +32,17 @@ def is_expression(value: object) -> bool:
 def is_axis(value: object) -> bool:
     """True for what may stand in a shape."""
     return isinstance(value, str) and is_expression(value.removeprefix(_AT_LEAST))
+
+
+def is_divisor(value: object) -> bool:
+    """True for a product or sum of sizes and positive numbers, which is never 0."""
+    tree = _parse(value) if isinstance(value, str) else None
+    parts = list(ast.walk(tree)) if tree is not None else []
+    return bool(parts) and not any(
+        isinstance(part, ast.Sub | ast.FloorDiv)
+        or (isinstance(part, ast.Constant) and part.value == 0)
+        for part in parts
+    )
 
 
 def is_default(value: object) -> bool:
@@ -50,6 +62,9 @@ def _parse(expression: str) -> ast.expr | None:
 def _is_arithmetic(node: ast.expr) -> bool:
     if isinstance(node, ast.BinOp):
         known = type(node.op) in _OPERATORS
+        divisor = node.right if isinstance(node.op, ast.FloorDiv) else None
+        if isinstance(divisor, ast.Constant) and divisor.value == 0:
+            return False
         return known and _is_arithmetic(node.left) and _is_arithmetic(node.right)
     return isinstance(node, ast.Name) or (
         isinstance(node, ast.Constant) and type(node.value) is int
@@ -88,6 +103,17 @@ class Sizes:
             )
         return value
 
+    def entry(self, name: str) -> str:
+        """The entry of config.json that gives a size: another one where that is the default."""
+        default = self.defaults.get(name)
+        if self.config.get(name) is not None or not (
+            isinstance(default, str) and default.isidentifier()
+        ):
+            return name
+        others = {key: other for key, other in self.defaults.items() if key != name}
+        found = Sizes(self.config, others).entry(default)
+        return name if self.config.get(found) is None else found
+
     def of(self, expression: str) -> int:
         """The value of an expression."""
         tree = _parse(expression)
@@ -96,7 +122,13 @@ class Sizes:
 
     def _value(self, node: ast.expr) -> int:
         if isinstance(node, ast.BinOp):
-            return _OPERATORS[type(node.op)](self._value(node.left), self._value(node.right))
+            left, right = self._value(node.left), self._value(node.right)
+            if isinstance(node.op, ast.FloorDiv) and right == 0:
+                raise CheckpointError(
+                    f"{ast.unparse(node)} divides by 0 at the sizes in config.json: correct them, "
+                    "or the expression in the architecture spec."
+                )
+            return _OPERATORS[type(node.op)](left, right)
         return self[node.id] if isinstance(node, ast.Name) else node.value  # type: ignore[attr-defined]
 
     def fits(self, axis: str, length: int) -> bool:
@@ -109,10 +141,11 @@ class Sizes:
         expression = axis.removeprefix(_AT_LEAST)
         tree = _parse(expression)
         assert tree is not None
-        numbers = re.sub(r"[a-z_]\w*", lambda m: str(self[m[0]]), expression, flags=re.IGNORECASE)
+        numbers = re.sub(_NAME, lambda m: str(self[m[0]]), expression)
         total = f" = {self.of(expression)}" if isinstance(tree, ast.BinOp) else ""
-        absent = [name for name in _names(tree) if self.config.get(name) is None]
-        note = f" ({', '.join(absent)} by default)" if absent else ""
+        absent = {name: self.entry(name) for name in _names(tree) if self.config.get(name) is None}
+        told = [f"{n} by {entry if entry != n else 'default'}" for n, entry in absent.items()]
+        note = f" ({', '.join(told)})" if told else ""
         return f"{expression} is {numbers}{total} in config.json{note}"
 
     def completed(self) -> dict[str, Any]:

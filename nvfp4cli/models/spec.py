@@ -3,15 +3,23 @@
 What may stand in a spec is described in docs/specs.md.
 """
 
+import json
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-from nvfp4cli.errors import UnsupportedError
+from nvfp4cli.errors import CheckpointError, UnsupportedError
 from nvfp4cli.models.document import SPECS, known, read
-from nvfp4cli.models.modules import ModuleSpec, check_choice, check_references, module, moved
+from nvfp4cli.models.modules import (
+    ModuleSpec,
+    check_choice,
+    check_references,
+    check_written,
+    module,
+    moved,
+)
 from nvfp4cli.models.sizes import Sizes
 
 STORED = "nvfp4-arch-spec.yaml"
@@ -32,13 +40,15 @@ class ArchSpec:
     modules: in the order of a forward pass. keep: patterns of tensors that are copied untouched.
     norm_kind: whether norms subtract the mean. norm_gain: what they multiply by, w or 1 + w.
     tied_by_default: tie_word_embeddings where config.json does not say. defaults: sizes where it
-    does not, numbers or expressions. multiples: sizes that must be a multiple of another. biases:
-    whether there are, or the flag of config.json that says so, with what holds where it is absent,
-    otherwise false.
+    does not, numbers or expressions. derived: those of them that follow from others whatever
+    config.json says, since the model class reads no such entry. multiples: sizes that must be a
+    multiple of another. biases: whether there are, or the flag of config.json that says so, with
+    what holds where it is absent, otherwise false.
     value_path: number and size of the heads that R2 rotates. experts: the size that counts experts.
     refuse: rotation -> why it does not hold. warn: rotation or layout -> what an engine makes of
-    it. wraps: the part of config.json that describes the
-    language model, None where that is config.json itself.
+    it. unsupported: flag of config.json -> the value with which the model is another one. wraps:
+    the part of config.json that describes the language model, None where that is config.json
+    itself. mtp_layers: the entry of config.json that counts the layers behind the decoder's.
     """
 
     model_type: str
@@ -48,13 +58,16 @@ class ArchSpec:
     norm_kind: NormKind
     tied_by_default: bool
     defaults: dict[str, int | str]
+    derived: frozenset[str]
     multiples: dict[str, str]
     biases: dict[str, Bias]
     value_path: dict[str, str]
     experts: str | None
     refuse: dict[str, str]
     warn: dict[str, str]
+    unsupported: dict[str, Any]
     wraps: str | None
+    mtp_layers: str | None
 
     def language(self, config: dict[str, Any]) -> dict[str, Any]:
         """The part of config.json that describes the language model.
@@ -70,7 +83,21 @@ class ArchSpec:
 
     def sizes(self, config: dict[str, Any]) -> Sizes:
         """The sizes of a model. config: its language part."""
-        return Sizes(config, self.defaults)
+        read = {name: value for name, value in config.items() if name not in self.derived}
+        return Sizes(read, self.defaults)
+
+    def check_flags(self, config: dict[str, Any]) -> None:
+        """Raise UnsupportedError where a flag says that the model is another one.
+
+        config: its language part.
+        """
+        for flag, value in self.unsupported.items():
+            if flag in config and config[flag] == value:
+                raise UnsupportedError(
+                    f"{flag} is {json.dumps(value)} in config.json, which the spec of "
+                    f"{self.model_type} does not describe: name a checkpoint without it, or write "
+                    "a spec of this kind of model and pass it with --arch-spec."
+                )
 
     def tied(self, config: dict[str, Any]) -> bool:
         """True where the output head reuses the embedding."""
@@ -129,7 +156,7 @@ def load_for(config: dict[str, Any], names: Collection[str], path: Path | None =
     config: of config.json. names: of the tensors, which show how the wrapper names the language
     model's. Raises UnsupportedError as `load` does, for either.
     """
-    outer = load(str(config["model_type"]), path)
+    outer = load(_type(config["model_type"]), path)
     document = read(path or SPECS / f"{outer.model_type}.yaml")
     prefixes = {
         old: next((new for new in options if any(n.startswith(new) for n in names)), options[0])
@@ -140,8 +167,13 @@ def load_for(config: dict[str, Any], names: Collection[str], path: Path | None =
     part = config.get(outer.wraps)
     if part is None:  # files from before there were two levels
         outer, part = replace(outer, wraps=None), config
-    own = part.get("model_type") if isinstance(part, dict) and part is not config else None
-    inner = _prefixed(load(str(own or document.get("language_type"))), prefixes)
+    if not isinstance(part, dict):
+        raise CheckpointError(
+            f"{outer.wraps} is {part!r} in config.json: write what describes the language model "
+            "there."
+        )
+    own = None if part is config else part.get("model_type")
+    inner = _prefixed(load(_type(own or document.get("language_type"))), prefixes)
     tied = inner.tied_by_default
     if outer.wraps is not None and len(_tied_in(config, outer.wraps)) > 1:
         tied = not any(f"{head.pattern}.weight" in names for head in inner.heads)
@@ -152,11 +184,21 @@ def load_for(config: dict[str, Any], names: Collection[str], path: Path | None =
         keep=(*outer.keep, *inner.keep),
         tied_by_default=tied,
         defaults={**inner.defaults, **outer.defaults},
+        derived=inner.derived - outer.defaults.keys() | outer.derived,
         biases={**inner.biases, **outer.biases},
         refuse={**inner.refuse, **outer.refuse},
         warn={**inner.warn, **outer.warn},
+        unsupported={**inner.unsupported, **outer.unsupported},
         wraps=outer.wraps,
     )
+
+
+def _type(value: object) -> str:
+    if not isinstance(value, str):
+        raise CheckpointError(
+            f"model_type is {value!r} in config.json: write the name of an architecture there."
+        )
+    return value
 
 
 def _tied_in(config: dict[str, Any], part: str) -> set[bool]:
@@ -185,6 +227,7 @@ def _from_document(path: Path, model_type: str, document: dict[str, Any]) -> Arc
     modules = tuple(module(path, *item) for item in document.get("modules", {}).items())
     biases = document.get("biases", {})
     check_references(path, modules, biases)
+    check_written(path, modules)
     for key, choices in (("norm_gain", Gain), ("norm_kind", NormKind)):
         if key in document:
             check_choice(path, key, document[key], choices)
@@ -209,12 +252,15 @@ def _from_document(path: Path, model_type: str, document: dict[str, Any]) -> Arc
         norm_gain=document.get("norm_gain", "plain"),
         norm_kind=document.get("norm_kind", "rms"),
         tied_by_default=bool(document.get("tied_by_default", False)),
-        defaults=document.get("defaults", {}),
+        defaults={**document.get("defaults", {}), **document.get("derived", {})},
+        derived=frozenset(document.get("derived", ())),
         multiples=document.get("multiples", {}),
         biases=biases,
         value_path=document.get("value_path", _VALUE_PATH),
         experts=experts,
         refuse=document.get("refuse", {}),
         warn=document.get("warn", {}),
+        unsupported=document.get("unsupported", {}),
         wraps=document.get("wraps"),
+        mtp_layers=document.get("mtp_layers"),
     )

@@ -30,6 +30,13 @@ def warnings(jobs: list[Job], layout: Layout | None) -> list[str]:
             f"multiple of {_TORCHAO_ROWS} ({_and_more(ragged)}): use --layout compressed-tensors "
             "to serve with vLLM; transformers loads it as it is."
         )
+    experts = [m.name for m in _quantized(jobs) if ".experts." in m.name]
+    if experts and layout.NAME == "compressed-tensors":
+        found.append(
+            "transformers up to 5.24 leaves out the global scale of experts in this layout and "
+            f"computes nonsense without an error ({_and_more(experts)}): serve with vLLM, or "
+            "measure with `nvfp4 eval`."
+        )
     odd = [m for m in _quantized(jobs) if m.shape[0] % _ENGINE_TILE or m.shape[1] % _ENGINE_TILE]
     if odd:
         shapes = [f"{m.name} {list(m.shape)}" for m in odd]

@@ -93,6 +93,29 @@ def test_what_is_no_model_is_refused(run, tmp_path: Path) -> None:
     assert "name is empty" in refused(run, "")
 
 
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        ({}, "has none"),
+        ({"model_type": ["a"]}, 'gives ["a"]'),
+        ({"model_type": None}, "gives null"),
+    ],
+)
+def test_a_config_that_names_no_model_type_is_refused(
+    run, config: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    stderr = refused(run, written(tmp_path / "config.json", config))
+    assert f'must name the model_type, such as "llama", and this one {said}: correct it' in stderr
+
+
+@pytest.mark.parametrize("model_type", ["phi3", "llava"])
+def test_tokens_that_the_config_leaves_to_defaults(run, model_type: str, tmp_path: Path) -> None:
+    """phi3's of padding and llava's of a picture lie far outside a twin's vocabulary."""
+    code, stdout, _ = run("check-model", written(tmp_path / "c.json", {"model_type": model_type}))
+    assert code == 0
+    assert "  R1 holds: " in stdout
+
+
 def test_a_file_has_no_revision(run, config: Path) -> None:
     code, _, stderr = run("check-model", config, "--revision", "main")
     assert code == 2

@@ -71,9 +71,17 @@ def test_comfy_says_nothing_in_its_config(run, llama, tmp_path, text, unloaded):
 def test_a_baseline_of_another_vocabulary_is_refused(
     run, llama, text, tiny_model: Callable[..., Path], unloaded
 ):
-    other = tiny_model("qwen2", vocab=300)
+    other = tiny_model("llama", vocab=300)
     stderr = refused(run, llama, "--baseline", other, "--text", text)
     assert "The baseline's vocabulary has 300 entries and the model's 264" in stderr
+
+
+def test_a_baseline_of_another_model_type_is_refused(
+    run, llama, text, tiny_model: Callable[..., Path], unloaded
+):
+    other = tiny_model("qwen2", vocab=264)
+    stderr = refused(run, llama, "--baseline", other, "--text", text)
+    assert "The baseline is a qwen2 model and the checkpoint a llama model: name the" in stderr
 
 
 def with_tokenizer(source: Path, folder: Path, change: Callable[[dict], object]) -> Path:

@@ -312,9 +312,10 @@ def test_fp8_and_mxfp4_alone(tmp_path, inspect):
     assert (found["layout"], found["scheme"], found["violations"]) == ("none", "fp8", [])
 
     tensors = plain()
-    for module, (n, k) in SHAPES.items():
+    whole = {module: (n, k) for module, (n, k) in SHAPES.items() if k % 32 == 0}
+    for module, (n, k) in whole.items():
         tensors[f"{module}.weight_packed"] = torch.zeros(n, k // 2, dtype=torch.uint8)
-        tensors[f"{module}.weight_scale"] = torch.zeros(n, -(-k // 32), dtype=torch.uint8)
+        tensors[f"{module}.weight_scale"] = torch.zeros(n, k // 32, dtype=torch.uint8)
     values = {**VALUES, "strategy": "group", "group_size": 32}
     group = {"targets": ["Linear"], "weights": values, "input_activations": None}
     quantization = {"quant_method": "compressed-tensors", "format": "mxfp4-pack-quantized",
@@ -322,7 +323,7 @@ def test_fp8_and_mxfp4_alone(tmp_path, inspect):
     found = inspect(write(tmp_path / "mxfp4", tensors, quantization))
     assert (found["layout"], found["scheme"], found["violations"]) == ("none", "mxfp4", [])
     shapes = {t["name"]: tuple(t["shape"]) for t in found["tensors"]}
-    assert all(shapes[f"{module}.weight"] == shape for module, shape in SHAPES.items())
+    assert all(shapes[f"{module}.weight"] == shape for module, shape in whole.items())
 
 
 @pytest.mark.parametrize("made", ["modelopt_w4a4", "compressed_w4a4", "compressed_mixed"])

@@ -24,9 +24,9 @@ from nvfp4cli.check.twin import Twin, load, twin
 from nvfp4cli.errors import UnsupportedError
 from nvfp4cli.models.claims import Claim, claim, recognize
 from nvfp4cli.models.document import SPECS, read
+from nvfp4cli.models.modules import matcher
 from nvfp4cli.models.pieces import pieces
 from nvfp4cli.models.spec import load as load_spec
-from nvfp4cli.models.modules import matcher
 
 EXACT, WRONG = 1e-12, 1e-3  # exact folds give 1e-15, wrong ones from 7e-3 on
 OLD = tuple(map(int, transformers.__version__.split(".")[:2])) < (5, 17)
