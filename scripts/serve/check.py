@@ -11,11 +11,12 @@ import json
 import subprocess
 import sys
 import tempfile
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import make_tiny_model as tiny
 import requested
+import sources
 import torch
 import transformers
 from torch import Tensor
@@ -31,8 +32,6 @@ TOKENS = 192
 # layer 1 % too large moves them by 1.5e-3 or more, swapped nibbles in it by 0.2 or more.
 TOLERANCE = {"float32": 1e-4, "bfloat16": 2.0**-8}
 SMOLLM2 = "SmolLM2-135M"
-# The rows of every part of a fused layer are multiples of 128, as vLLM asks of swizzled scales.
-TINY = tiny.Shape(hidden=256, intermediate=384, heads=4, kv_heads=2)
 
 
 @dataclass(frozen=True)
@@ -41,7 +40,8 @@ class Case:
 
     stored: dtype of what stays unquantised, the source's or fp32. torchao computes in the dtype it
     is told there, so fp32 lets both sides be compared in fp32. decoded: dtype in which the engine
-    holds the decoded weights; compressed-tensors outside vLLM knows bf16 and fp16 only.
+    holds the decoded weights; compressed-tensors outside vLLM knows bf16 and fp16 only. answer: a
+    part of the fault that the engine is known to have. The case fails once it has it no longer.
     """
 
     engine: str
@@ -50,13 +50,39 @@ class Case:
     rotate: str = "none"
     stored: str = "source"
     decoded: str = "float32"
+    answer: str | None = None
 
 
 CASES = (
     Case("transformers", "torchao", "llama", stored="float32"),
+    Case("transformers", "torchao", "qwen3", stored="float32"),
+    Case("transformers", "torchao", "phi3", stored="float32"),
+    Case("transformers", "torchao", "gemma", stored="float32"),
     Case("transformers", "torchao", SMOLLM2, stored="float32"),
     Case("transformers", "compressed-tensors", "qwen2", rotate="r1r2", decoded="bfloat16"),
     Case("transformers", "compressed-tensors", SMOLLM2, decoded="bfloat16"),
+    Case("transformers", "compressed-tensors", "qwen3", decoded="bfloat16"),
+    Case("transformers", "compressed-tensors", "phi3", decoded="bfloat16"),
+    Case("transformers", "compressed-tensors", "gemma", decoded="bfloat16"),
+    # It leaves out the experts' global scale, and says nothing: see in_transformers_fixed.py.
+    Case(
+        "transformers",
+        "compressed-tensors",
+        "qwen3_moe",
+        decoded="bfloat16",
+        answer="logits differ",
+    ),
+    # It holds the experts of a layer in one tensor, and of this type joins none that are apart.
+    Case(
+        "transformers",
+        "compressed-tensors",
+        "gpt_oss",
+        decoded="bfloat16",
+        answer="missing_keys",
+    ),
+    Case("transformers_fixed", "compressed-tensors", "qwen3_moe", decoded="bfloat16"),
+    Case("transformers_fixed", "compressed-tensors", "mixtral", decoded="bfloat16"),
+    Case("transformers_fixed", "compressed-tensors", "deepseek_v3", decoded="bfloat16"),
     Case("comfy", "comfy", "qwen2", rotate="r1r2"),
     Case("comfy", "comfy", SMOLLM2),
     Case("vllm", "torchao", "llama", stored="float32"),
@@ -66,6 +92,14 @@ CASES = (
     Case("vllm", "modelopt", "qwen3"),
     Case("vllm", "modelopt", SMOLLM2),
     Case("vllm", "modelopt", SMOLLM2, rotate="r1r2"),
+    Case("vllm", "compressed-tensors", "phi3"),
+    Case("vllm", "modelopt", "gemma"),
+    Case("vllm", "compressed-tensors", "qwen3_moe"),
+    Case("vllm", "modelopt", "mixtral", rotate="r1r2"),
+    Case("vllm", "modelopt", "deepseek_v3"),
+    Case("vllm", "modelopt", "granitemoe"),
+    # Its NVFP4 experts have no biases, in either layout and whatever the names.
+    Case("vllm", "compressed-tensors", "gpt_oss", answer="KeyError: 'layers.0.mlp.experts.0."),
 )
 
 
@@ -73,6 +107,7 @@ CASES = (
 class Finding:
     """Outcome of one case. The figures are None where the engine gave no logits.
 
+    fault: why the case fails. known: the fault that it is known to have.
     difference: largest difference of a logit in units of the largest logit of ours.
     quantization: the same between our logits and those of the unquantised source, which says how
     much of a fault the tolerance could hide.
@@ -84,6 +119,7 @@ class Finding:
     quantization: float | None = None
     perplexity: float | None = None
     our_perplexity: float | None = None
+    known: str | None = None
 
 
 @dataclass(frozen=True)
@@ -115,6 +151,16 @@ def compare(
     return Finding(case, fault, difference, quantization, perplexity, ours.perplexity)
 
 
+def excuse(found: Finding) -> Finding:
+    """A finding whose fault is none where the engine is known to have it, and only there."""
+    answer = found.case.answer
+    if answer is None:
+        return found
+    if found.fault and answer in found.fault:
+        return replace(found, fault=None, known=found.fault)
+    return replace(found, fault=f"{found.fault or 'all is well'}: expected was {answer!r}")
+
+
 def _distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max() / b.abs().max())
 
@@ -133,7 +179,7 @@ class Workshop:
             return self._smollm2
         folder = self.folder / model
         if not folder.exists():
-            tiny.save(tiny.make_model(tiny.make_config(model, TINY)), folder)
+            tiny.save(sources.make(model), folder)
         return folder
 
     def checkpoint(self, case: Case) -> Path:
@@ -185,7 +231,7 @@ def run(engine: str, python: Path, workshop: Workshop) -> list[Finding]:
         subprocess.run(
             [python, HERE / f"in_{engine}.py", file], stdout=stream, stderr=stream, check=False
         )
-    findings = [judge(case, out, workshop) for case, out in outs.items()]
+    findings = [excuse(judge(case, out, workshop)) for case, out in outs.items()]
     if any(finding.fault for finding in findings):
         say(f"the end of what {engine} said:\n{log.read_text()[-6000:]}")
     return findings
@@ -207,7 +253,9 @@ def say(sentence: str) -> None:
     print(sentence, file=sys.stderr, flush=True)
 
 
-COLUMNS = "{:<13} {:<19} {:<8} {:<13} {:<7} {:>11} {:>12} {:>11} {:>11}  {}"
+COLUMNS = "{:<18} {:<19} {:<8} {:<13} {:<7} {:>11} {:>12} {:>11} {:>11}  {}"
+
+WIDTH = 100  # of what is shown of an engine's known answer
 
 
 def table(findings: list[Finding]) -> str:
@@ -226,7 +274,10 @@ def table(findings: list[Finding]) -> str:
             )
         ]
         names = (case.engine, case.layout, "w4a16", case.model, case.rotate)
-        lines.append(COLUMNS.format(*names, *figures, found.fault or "ok"))
+        verdict = f"FAIL: {found.fault}" if found.fault else "ok"
+        if found.known:
+            verdict = f"as known: {found.known[:WIDTH]}"
+        lines.append(COLUMNS.format(*names, *figures, verdict))
     return "\n".join(lines)
 
 
@@ -238,7 +289,8 @@ def main() -> None:
     options = parser.parse_args()
     transformers.logging.disable_progress_bar()
     ours = Path(sys.executable)
-    pythons = {"transformers": ours, "comfy": ours, "vllm": options.vllm}
+    pythons = dict.fromkeys(("transformers", "transformers_fixed", "comfy"), ours)
+    pythons |= {"vllm": options.vllm}
     with tempfile.TemporaryDirectory(prefix="serve-check-") as folder:
         workshop = Workshop(Path(folder), options.smollm2)
         findings = [

@@ -22,9 +22,10 @@ def logits(request: requested.Request) -> Tensor:
         local_files_only=True,
         output_loading_info=True,
     )
-    left = {what: names for what, names in report.items() if names}
+    left = {what: sorted(map(str, names)) for what, names in report.items() if names}
     if left:
-        raise RuntimeError(f"transformers reports {left}")
+        some = (f"{len(names)} {what}, {names[0]} first" for what, names in left.items())
+        raise RuntimeError(f"transformers reports {'; '.join(some)}")
     ids = torch.tensor([request.tokens])
     with torch.inference_mode():
         if request.dtype != "float32":

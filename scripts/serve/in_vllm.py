@@ -5,10 +5,11 @@
 See check.py for what REQUESTS holds and what is written.
 
 vLLM reads the torchao layout on a CPU as it comes. For compressed-tensors and modelopt it has
-weight-only NVFP4 kernels for GPUs alone, so `DequantizedLinear` below takes the place of one. All
-that reads a file is vLLM's own: the configuration, the names, the fusing of q/k/v and gate/up, the
-choice of the shared global scale, the guard against scales that were never loaded, and the
-dequantisation; only the product is left to torch.
+weight-only NVFP4 kernels for GPUs alone, so `DequantizedLinear` and `DequantizedExperts` below take
+the places of two. All that reads a file is vLLM's own: the configuration, the names, the fusing of
+q/k/v, gate/up and experts, the choice of the shared global scale, the guard against scales that
+were never loaded, and the dequantisation. Products of layers are left to torch, those of experts to
+vLLM's kernel for unquantised ones.
 """
 
 import os
@@ -26,8 +27,11 @@ from torch import Tensor, nn
 from vllm import LLM, SamplingParams
 from vllm.distributed import cleanup_dist_env_and_memory
 from vllm.model_executor.kernels import linear
+from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
+from vllm.model_executor.layers.fused_moe.oracle import nvfp4 as experts
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
 from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import dequantize_to_dtype
+from vllm.model_executor.utils import replace_parameter
 
 
 class DequantizedLinear(linear.NvFp4LinearKernel):
@@ -54,9 +58,35 @@ class DequantizedLinear(linear.NvFp4LinearKernel):
         return nn.functional.linear(x, layer.dequantized, bias)
 
 
+class DequantizedExperts(CPUUnquantizedExperts):
+    """Weight-only NVFP4 experts for a CPU: dequantised by vLLM after loading."""
+
+    @staticmethod
+    def _supports_quant_scheme(weight_key: object, activation_key: object) -> bool:
+        return activation_key is None
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        for name in ("w13_weight", "w2_weight"):
+            stored = (getattr(layer, name + suffix).data for suffix in ("", "_scale", "_scale_2"))
+            weight = dequantize_to_dtype(*stored, layer.params_dtype, swizzle=False)
+            replace_parameter(layer, name, weight)  # [E, N, K]
+        super().process_weights_after_loading(layer)
+
+
+def only_dequantized(backend: experts.NvFp4MoeBackend) -> list[type[DequantizedExperts]]:
+    return [DequantizedExperts] if backend is experts.NvFp4MoeBackend.MARLIN else []
+
+
+def as_stored(layer: nn.Module, is_act_and_mul: bool, **tensors: Tensor) -> tuple[Tensor, ...]:
+    """In place of the order that Marlin's kernel wants the experts' tensors in."""
+    return tuple(tensors.values())
+
+
 def register() -> None:
-    """Put `DequantizedLinear` where vLLM looks for its weight-only kernel, in fp32 too."""
+    """Put the two where vLLM looks for its weight-only kernels, in fp32 too."""
     linear.MarlinNvFp4LinearKernel = DequantizedLinear
+    experts.backend_to_kernel_cls = only_dequantized
+    experts.prepare_nvfp4_moe_layer_for_marlin = as_stored
     ModelOptNvFp4Config.get_supported_act_dtypes = lambda _: [torch.bfloat16, torch.float32]
 
 
