@@ -11,13 +11,15 @@ import yaml
 
 from nvfp4cli.errors import RecipeError, UsageError
 
-SCHEMES = ("w4a16", "none")
+SCHEMES = ("w4a16", "w4a4", "none")
 LAYOUT_NAMES = ("torchao", "comfy", "compressed-tensors", "modelopt")
 ROTATIONS = ("none", "r1", "r2", "r1r2")
 ROTATION_KINDS = ("hadamard", "block-16", "block-32", "block-64", "block-128", "qr")
 DTYPES = ("source", "bfloat16", "float16", "float32")
 MTP = ("keep", "drop")
-METHODS = ("rtn", "four-over-six", "mse")
+METHODS = ("rtn", "four-over-six", "mse", "gptq")
+SCALES = ("rtn", "four-over-six", "mse")
+KV_CACHES = ("none", "fp8")
 
 _CHOICES = {
     "scheme": SCHEMES,
@@ -27,7 +29,12 @@ _CHOICES = {
     "dtype": DTYPES,
     "mtp": MTP,
     "method": METHODS,
+    "scales": SCALES,
+    "kv_cache": KV_CACHES,
 }
+# Whole numbers -> the least and the largest that makes sense.
+_COUNTS = {"sequences": (2, 2**20), "sequence_length": (16, 2**20), "keep_first": (0, 2**20),
+           "keep_last": (0, 2**20)}  # fmt: skip
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SEEDS = 2**64  # what readers of the record in other languages hold
 
@@ -36,9 +43,15 @@ _SEEDS = 2**64  # what readers of the record in other languages hold
 class Recipe:
     """How a checkpoint is converted.
 
-    scheme: w4a16 (NVFP4 weights) or none (folds only). method: how the scale of a block is chosen,
-    from its maximum (rtn) or by its error. layout: on-disk convention. rotate: which
-    rotations are folded in, of which rotation_kind, from which seed. ignore: patterns of modules
+    scheme: w4a16 (NVFP4 weights), w4a4 (activations too, with static global scales) or none (folds
+    only). method: how codes are chosen: to nearest (rtn, four-over-six, mse) or with the errors
+    that calibration text shows made good by later ones (gptq). scales: how the scale of a block is
+    chosen under gptq. kv_cache: the format that engines keep keys and values in, with
+    scales from calibration. text: file of the calibration text, of which the first `sequences` of
+    `sequence_length` tokens are used; None: a text that comes with the tool. keep_first, keep_last:
+    decoder layers at the ends that stay in the source dtype.
+    layout: on-disk convention. rotate: which rotations are folded in, of which rotation_kind, from
+    which seed. ignore: patterns of modules
     that stay in the source dtype. include: patterns of modules that are quantised although the
     architecture's spec keeps them (lm_head). dtype: of the tensors that are not quantised. mtp:
     whether layers that predict further tokens (speculative decoding) are kept, in the source dtype,
@@ -49,6 +62,13 @@ class Recipe:
 
     scheme: str = "w4a16"
     method: str = "rtn"
+    scales: str = "mse"
+    kv_cache: str = "none"
+    text: str | None = None
+    sequences: int = 128
+    sequence_length: int = 512
+    keep_first: int = 0
+    keep_last: int = 0
     layout: str = "torchao"
     rotate: str = "none"
     rotation_kind: str = "hadamard"
@@ -63,6 +83,17 @@ class Recipe:
         for field in fields(self):
             if fault := _fault(field.name, getattr(self, field.name)):
                 raise RecipeError(f"{field.name} {fault}")
+
+    @property
+    def needs_text(self) -> bool:
+        """The run has to see what the model computes of a calibration text."""
+        shown = self.method == "gptq" or self.scheme == "w4a4" or self.kv_cache != "none"
+        return self.scheme != "none" and (shown or self.text is not None)
+
+    @property
+    def block_scales(self) -> str:
+        """How the scale of a block is chosen: rtn, four-over-six or mse."""
+        return self.scales if self.method == "gptq" else self.method
 
     @property
     def max_shard_bytes(self) -> int:
@@ -183,6 +214,14 @@ def _fault(key: str, value: Any) -> str | None:
     if key in _CHOICES:
         choices = _CHOICES[key]
         return None if value in choices else f"is {shown!r}: choose one of {', '.join(choices)}."
+    if key in _COUNTS:
+        least, most = _COUNTS[key]
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        fits = whole and least <= value <= most
+        return None if fits else f"is {shown!r}: give a whole number from {least} to {most}."
+    if key == "text":
+        fits = value is None or (isinstance(value, str) and bool(value))
+        return None if fits else f"is {shown!r}: name a text file."
     if key == "seed":
         whole = isinstance(value, int) and not isinstance(value, bool)
         fits = whole and 0 <= value < _SEEDS

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from nvfp4cli.cli.app import main as nvfp4
-from nvfp4cli.evaluate.model import load
+from nvfp4cli.runtime.model import load
 
 LIMIT = 1e-5
 

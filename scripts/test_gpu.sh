@@ -5,4 +5,4 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 unset TRITON_INTERPRET
 exec "${PYTHON:-python}" -m pytest -m gpu tests/kernels tests/test_pipeline_gpu.py \
-  tests/test_pipeline_experts.py "$@"
+  tests/test_pipeline_experts.py tests/test_calibrated.py "$@"

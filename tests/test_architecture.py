@@ -28,7 +28,9 @@ ARROWS: dict[str, set[str]] = {
     "layouts": {"formats", "checkpoint"},
     "plan": {"recipe", "models", "rotate", "checkpoint", "layouts", "formats"},
     "describe": {"formats", "kernels", "rotate", "models", "checkpoint", "layouts"},
-    "evaluate": {"formats", "kernels", "rotate", "models", "checkpoint", "layouts"},
+    "runtime": {"formats", "kernels", "methods", "models", "checkpoint", "layouts"},
+    "calibrate": {"methods", "formats", "kernels", "models", "checkpoint", "layouts", "runtime"},
+    "evaluate": {"checkpoint", "layouts", "runtime"},
     "methods": {"formats", "kernels"},
     "pipeline": {
         "methods",
@@ -39,6 +41,9 @@ ARROWS: dict[str, set[str]] = {
         "models",
         "checkpoint",
         "layouts",
+        "runtime",
+        "calibrate",
+        "recipe",
     },
     "study": {"methods", "formats", "rotate", "models", "checkpoint", "layouts"},
     "check": {"recipe", "checkpoint", "plan", "pipeline"},
@@ -50,12 +55,12 @@ PLACES = {
     "triton": ("kernels/",),
     "typer": ("cli/",),
     "rich": ("cli/",),
-    "transformers": ("evaluate/", "check/"),
+    "transformers": ("runtime/", "evaluate/", "check/"),
     "matplotlib": ("study/plot.py",),
-    "huggingface_hub": ("checkpoint/hub.py", "checkpoint/remote.py", "evaluate/text.py"),
+    "huggingface_hub": ("checkpoint/hub.py", "checkpoint/remote.py", "runtime/text.py"),
 }
 WITHOUT_TORCH = ("errors.py", "recipe.py", "cli/app.py", "cli/commands.py", "cli/console.py",
-                 "cli/interrupts.py", "cli/streams.py", "checkpoint/files.py",
+                 "cli/interrupts.py", "cli/options.py", "cli/streams.py", "checkpoint/files.py",
                  "checkpoint/hub.py")  # fmt: skip
 
 FILE_LINES = 400

@@ -3,24 +3,47 @@
 Nothing here imports torch before a command runs: `nvfp4 --help` answers in under half a second.
 """
 
+from dataclasses import fields
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from nvfp4cli import __version__
-from nvfp4cli.errors import UsageError
-from nvfp4cli.recipe import (
-    DTYPES,
-    LAYOUT_NAMES,
-    METHODS,
-    MTP,
-    ROTATION_KINDS,
-    ROTATIONS,
-    SCHEMES,
-    Recipe,
-    load,
+from nvfp4cli.cli.options import (
+    ArchSpecFile,
+    Device,
+    DryRun,
+    Dtype,
+    Ignore,
+    Include,
+    Json,
+    KeepFirst,
+    KeepLast,
+    KvCache,
+    Layout,
+    Method,
+    Mtp,
+    Out,
+    RecipeFile,
+    Resume,
+    Revision,
+    Rotate,
+    RotationKind,
+    Scales,
+    Scheme,
+    Seed,
+    SequenceLength,
+    Sequences,
+    ShardSize,
+    Stats,
+    Strict,
+    Text,
+    one_of,
+    path,
 )
+from nvfp4cli.errors import UsageError
+from nvfp4cli.recipe import LAYOUT_NAMES, Recipe, load
 
 app = typer.Typer(
     name="nvfp4",
@@ -29,77 +52,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-
-
-def _path(text: str) -> Path:
-    """Refuse the empty name that an unset shell variable leaves: a Path makes this folder of it."""
-    if not text:
-        raise typer.BadParameter("the name is empty")
-    return Path(text)
-
-
-def _one_of(choices: tuple[str, ...]) -> str:
-    return "|".join(choices)
-
-
-Out = Annotated[Path, typer.Argument(parser=_path, help="Folder to create.")]
-Scheme = Annotated[
-    str | None,
-    typer.Option(
-        metavar=_one_of(SCHEMES),
-        show_default=Recipe.scheme,
-        help="NVFP4 weights, or rotations only.",
-    ),
-]
-Layout = Annotated[
-    str | None,
-    typer.Option(
-        metavar=_one_of(LAYOUT_NAMES), show_default=Recipe.layout, help="On-disk convention."
-    ),
-]
-Rotate = Annotated[
-    str | None,
-    typer.Option(
-        metavar=_one_of(ROTATIONS), show_default=Recipe.rotate, help="Rotations to fold in."
-    ),
-]
-RotationKind = Annotated[
-    str | None,
-    typer.Option(
-        metavar=_one_of(ROTATION_KINDS), show_default=Recipe.rotation_kind, help="Of the rotations."
-    ),
-]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON document on stdout.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a hub model.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Continue a run that was interrupted.")]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Print every decision, read headers only, write nothing.")
-]
-Strict = Annotated[
-    bool,
-    typer.Option(
-        "--strict",
-        help="Refuse options that do nothing and patterns that match nothing or split a layer.",
-    ),
-]
-Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to compute.")]
-Seed = Annotated[int | None, typer.Option(show_default=str(Recipe.seed), help="Of the rotations.")]
-Method = Annotated[
-    str | None,
-    typer.Option(
-        metavar=_one_of(METHODS), show_default=Recipe.method, help="How block scales are chosen."
-    ),
-]
-Mtp = Annotated[
-    str | None,
-    typer.Option(
-        metavar=_one_of(MTP), show_default=Recipe.mtp, help="Layers that predict further tokens."
-    ),
-]
-ShardSize = Annotated[
-    str | None,
-    typer.Option(show_default=Recipe.max_shard_size, help="Largest size of an output file."),
-]
 
 
 def _version(value: bool) -> None:
@@ -117,38 +69,37 @@ def _root(
     """Quantise Hugging Face checkpoints to NVFP4, ready to serve."""
 
 
+def _of_recipe(given: dict[str, Any]) -> dict[str, Any]:
+    """The options of a command that are entries of a recipe, by their names."""
+    lists = {key: tuple(value) or None for key, value in given.items() if isinstance(value, list)}
+    return {field.name: {**given, **lists}.get(field.name) for field in fields(Recipe)}
+
+
 @app.command()
 def quantize(
     model: Annotated[str, typer.Argument(help="A checkpoint folder or a hub id.")],
     out: Out,
-    recipe: Annotated[
-        str | None, typer.Option(help="Recipe file, or the name of a shipped one.")
-    ] = None,
+    recipe: RecipeFile = None,
     scheme: Scheme = None,
     method: Method = None,
+    scales: Scales = None,
+    kv_cache: KvCache = None,
+    text: Text = None,
+    sequences: Sequences = None,
+    sequence_length: SequenceLength = None,
+    stats: Stats = None,
     layout: Layout = None,
     rotate: Rotate = None,
     rotation_kind: RotationKind = None,
     seed: Seed = None,
-    ignore: Annotated[
-        list[str] | None,
-        typer.Option(help="Modules to keep in the source dtype: `*.down_proj`, `re:.*`; repeat."),
-    ] = None,
-    include: Annotated[
-        list[str] | None, typer.Option(help="Modules to quantise though kept by default: lm_head.")
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(
-            metavar=_one_of(DTYPES), show_default=Recipe.dtype, help="Of what is not quantised."
-        ),
-    ] = None,
+    ignore: Ignore = None,
+    include: Include = None,
+    keep_first: KeepFirst = None,
+    keep_last: KeepLast = None,
+    dtype: Dtype = None,
     mtp: Mtp = None,
     max_shard_size: ShardSize = None,
-    arch_spec: Annotated[
-        Path | None,
-        typer.Option(parser=_path, help="Architecture spec to use instead of the tool's own."),
-    ] = None,
+    arch_spec: ArchSpecFile = None,
     device: Device = "auto",
     revision: Revision = None,
     resume: Resume = False,
@@ -157,37 +108,60 @@ def quantize(
     as_json: Json = False,
 ) -> None:
     """Fold rotations, quantise the weights to NVFP4, write a checkpoint that engines load."""
-    options = {
-        "scheme": scheme,
-        "method": method,
-        "layout": layout,
-        "rotate": rotate,
-        "rotation_kind": rotation_kind,
-        "seed": seed,
-        "ignore": tuple(ignore) if ignore else None,
-        "include": tuple(include) if include else None,
-        "dtype": dtype,
-        "mtp": mtp,
-        "max_shard_size": max_shard_size,
-    }
+    options = _of_recipe(locals())
     wish = (load(recipe) if recipe is not None else Recipe()).merged(**options)
 
     from nvfp4cli.cli import quantizing
+    from nvfp4cli.cli.source import Source
 
     given = {key for key, value in options.items() if value is not None}
-    source = quantizing.Source(model, revision, arch_spec)
-    manner = quantizing.Manner(device, resume, dry_run, as_json)
+    source = Source(model, revision, arch_spec)
+    manner = quantizing.Manner(device, resume, dry_run, as_json, stats)
     quantizing.quantize(source, out, wish, given=given, strict=strict, manner=manner)
+
+
+@app.command()
+def calibrate(
+    model: Annotated[str, typer.Argument(help="A checkpoint folder or a hub id.")],
+    out: Annotated[Path, typer.Argument(parser=path, help="File of statistics to create.")],
+    recipe: RecipeFile = None,
+    scheme: Scheme = None,
+    method: Method = None,
+    scales: Scales = None,
+    kv_cache: KvCache = None,
+    text: Text = None,
+    sequences: Sequences = None,
+    sequence_length: SequenceLength = None,
+    rotate: Rotate = None,
+    rotation_kind: RotationKind = None,
+    seed: Seed = None,
+    ignore: Ignore = None,
+    include: Include = None,
+    arch_spec: ArchSpecFile = None,
+    device: Device = "auto",
+    revision: Revision = None,
+    as_json: Json = False,
+) -> None:
+    """Write what a text shows of a model's activations, for `nvfp4 quantize --stats`."""
+    wish = (load(recipe) if recipe is not None else Recipe(layout="modelopt")).merged(
+        **_of_recipe(locals())
+    )
+
+    from nvfp4cli.cli import calibrating
+    from nvfp4cli.cli.source import Source
+
+    source = Source(model, revision, arch_spec)
+    calibrating.calibrate(source, out, wish, device, as_json=as_json)
 
 
 @app.command()
 def convert(
     checkpoint: Annotated[
-        Path, typer.Argument(parser=_path, help="An NVFP4 checkpoint of any layout.")
+        Path, typer.Argument(parser=path, help="An NVFP4 checkpoint of any layout.")
     ],
     out: Out,
     layout: Annotated[
-        str, typer.Option(metavar=_one_of(LAYOUT_NAMES), help="On-disk convention to write.")
+        str, typer.Option(metavar=one_of(LAYOUT_NAMES), help="On-disk convention to write.")
     ],
     max_shard_size: ShardSize = None,
     resume: Resume = False,
@@ -227,7 +201,7 @@ def check_model(
     model: Annotated[str, typer.Argument(help="A checkpoint folder, hub id or config.json.")],
     arch_spec: Annotated[
         Path | None,
-        typer.Option(parser=_path, help="Architecture spec to prove instead of the tool's own."),
+        typer.Option(parser=path, help="Architecture spec to prove instead of the tool's own."),
     ] = None,
     revision: Revision = None,
     as_json: Json = False,
@@ -246,7 +220,7 @@ def evaluate(
     text: Annotated[
         Path | None,
         typer.Option(
-            parser=_path, show_default="WikiText-2 test, or built in", help="UTF-8 text to score."
+            parser=path, show_default="WikiText-2 test, or built in", help="UTF-8 text to score."
         ),
     ] = None,
     baseline: Annotated[
@@ -269,6 +243,14 @@ def evaluate(
     dtype: Annotated[
         str, typer.Option(metavar="float32|bfloat16|float16", help="Of the arithmetic.")
     ] = "float32",
+    activations: Annotated[
+        str,
+        typer.Option(
+            metavar="declared|none|four-over-six",
+            help="Round activations as the checkpoint declares, not at all, or better than engines "
+            "do.",
+        ),
+    ] = "declared",
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
@@ -278,7 +260,9 @@ def evaluate(
 
     from nvfp4cli.cli import evaluating
 
-    options = evaluating.Options(context, stride, max_tokens, batch_size, dtype, device)
+    options = evaluating.Options(
+        context, stride, max_tokens, batch_size, dtype, device, activations
+    )
     evaluating.perplexity(checkpoint, baseline, text, options, as_json=as_json)
 
 
@@ -307,7 +291,7 @@ def study(
     ] = None,
     plot: Annotated[
         Path | None,
-        typer.Option(parser=_path, metavar="FILE.png", help="Draw a figure; needs matplotlib."),
+        typer.Option(parser=path, metavar="FILE.png", help="Draw a figure; needs matplotlib."),
     ] = None,
     revision: Revision = None,
     as_json: Json = False,

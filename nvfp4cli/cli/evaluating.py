@@ -3,23 +3,23 @@
 import math
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Any, TypedDict, cast, get_args
 
 import torch
 
 from nvfp4cli.checkpoint import hub
-from nvfp4cli.checkpoint.reader import open_checkpoint
 from nvfp4cli.cli import console
 from nvfp4cli.cli.device import pick
 from nvfp4cli.errors import CheckpointError, UsageError
 from nvfp4cli.evaluate.baseline import check_baseline
-from nvfp4cli.evaluate.model import configuration, load, load_tokenizer
 from nvfp4cli.evaluate.perplexity import Scores, check_windows, context_limit, evaluate
-from nvfp4cli.evaluate.text import leading_bos, load_text, tokenize
-from nvfp4cli.layouts import open_weights
+from nvfp4cli.runtime.model import configuration, load, load_tokenizer
+from nvfp4cli.runtime.served import Activations, serve, served
+from nvfp4cli.runtime.text import leading_bos, load_text, tokenize
 
 DEFAULT_CONTEXT = 1024
 DTYPES = ("float32", "bfloat16", "float16")
+ACTIVATIONS = get_args(Activations)
 
 
 @dataclass(frozen=True)
@@ -35,10 +35,15 @@ class Options:
     batch_size: int
     dtype: str
     device: str
+    activations: str = "declared"
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise UsageError(f"--dtype is {self.dtype!r}: choose one of {', '.join(DTYPES)}.")
+        if self.activations not in ACTIVATIONS:
+            raise UsageError(
+                f"--activations is {self.activations!r}: choose one of {', '.join(ACTIVATIONS)}."
+            )
         context = self.context or DEFAULT_CONTEXT
         if self.stride is not None and self.stride > context:
             raise UsageError(
@@ -80,9 +85,9 @@ def perplexity(
     check_windows(config, tokens, **protocol)
     if original is not None:
         check_baseline(original, config, words.text, tokens, bos)
-    warnings = _warnings(folder)
     console.say(f"Measuring on {words.name}, {len(tokens)} tokens.")
-    model = load(folder, dtype=dtype, device=device)
+    mode = cast(Activations, options.activations)
+    model = serve(folder, mode, dtype=dtype, device=device)
     reference = load(original, dtype=dtype, device=device) if original is not None else None
     with console.counter() as bar:
         task = bar.add_task("windows", total=None)
@@ -105,22 +110,13 @@ def perplexity(
         "dtype": options.dtype,
         "device": device,
         "windows": len(scores.window_nll),
+        "activations": served(folder, mode),
         **_measured(scores),
-        "warnings": warnings,
     }
     if as_json:
         console.print_json(facts)
     else:
         _print(facts)
-
-
-def _warnings(folder: Path) -> list[str]:
-    """What the reader of the figures must know, said on stderr too."""
-    if not open_weights(open_checkpoint(folder)).activations:
-        return []
-    message = "The activations are computed unquantised: these figures are those of the weights."
-    console.warn(message)
-    return [message]
 
 
 def _check_finite(name: str | None, value: float | None) -> None:
@@ -164,6 +160,7 @@ def _print(facts: dict[str, Any]) -> None:
             f"{facts['windows']} of {facts['context']} tokens, stride {facts['stride']}, "
             f"{'BOS first' if facts['bos'] else 'no BOS'}",
         ),
+        ("activations", facts["activations"]),
         ("computed in", f"{facts['dtype']} on {facts['device']}"),
     ]
     console.facts(facts["checkpoint"], rows)

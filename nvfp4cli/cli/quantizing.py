@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from nvfp4cli import pipeline
-from nvfp4cli.checkpoint import hub, remote
-from nvfp4cli.checkpoint.reader import Checkpoint, open_checkpoint
-from nvfp4cli.cli import console
+from nvfp4cli.calibrate.statistics import Statistics
+from nvfp4cli.checkpoint.reader import open_checkpoint
+from nvfp4cli.cli import calibrating, console
 from nvfp4cli.cli.device import pick
+from nvfp4cli.cli.source import Source
 from nvfp4cli.errors import RecipeError
 from nvfp4cli.layouts import LAYOUTS
+from nvfp4cli.pipeline.calibrated import Calibration
 from nvfp4cli.plan.convert import plan_convert
 from nvfp4cli.plan.quantize import plan_quantize
 from nvfp4cli.plan.record import Plan
@@ -24,24 +26,6 @@ _BUSY = 0.8
 
 
 @dataclass(frozen=True)
-class Source:
-    """What the user names as the model."""
-
-    model: str
-    revision: str | None
-    arch_spec: Path | None
-
-    def open(self, headers_only: bool) -> Checkpoint:
-        """Read and check the headers, after downloading what is missing.
-
-        headers_only: of a hub id, nothing but the headers of the weights is fetched.
-        """
-        if headers_only and remote.reachable(self.model):
-            return remote.open_remote(self.model, self.revision)
-        return open_checkpoint(hub.resolve(self.model, self.revision))
-
-
-@dataclass(frozen=True)
 class Manner:
     """How to run, as opposed to what to make."""
 
@@ -49,6 +33,7 @@ class Manner:
     resume: bool = False
     dry_run: bool = False
     as_json: bool = False
+    stats: Path | None = None
 
 
 def quantize(
@@ -69,7 +54,12 @@ def quantize(
     plan = plan_quantize(
         checkpoint, recipe, model=source.model, arch_spec=source.arch_spec, strict=strict
     )
-    _show_or_run(_warned(plan, idle), out, manner)
+    shown: Calibration | Statistics | None = None
+    if manner.stats is not None:
+        shown = calibrating.reuse(manner.stats, plan)
+    elif recipe.needs_text and not manner.dry_run:  # then a hub id has no tokenizer here yet
+        shown = calibrating.sequences(plan)
+    _show_or_run(_warned(plan, idle), out, manner, shown)
 
 
 def convert(
@@ -90,6 +80,22 @@ def _idle(recipe: Recipe, given: Collection[str], manner: Manner) -> list[str]:
     found = []
     if recipe.scheme == "none" and "layout" in given:
         found.append("--layout does nothing with --scheme none: leave it out.")
+    if manner.stats is not None and recipe.method == "gptq":
+        raise RecipeError(
+            "--stats holds what scales are chosen by, and gptq needs the text itself: leave it "
+            "out, or use --method mse."
+        )
+    if manner.stats is not None and "text" in given:
+        found.append("--text does nothing with --stats: leave out one of them.")
+    if recipe.method != "gptq" and "scales" in given:
+        found.append(f"--scales does nothing with --method {recipe.method}: leave it out.")
+    if not recipe.needs_text:
+        found += [
+            f"--{key.replace('_', '-')} does nothing where no calibration is asked for: leave it "
+            "out, or name a --text."
+            for key in ("sequences", "sequence_length")
+            if key in given
+        ]
     if recipe.rotate == "none":
         found += [
             f"--{key.replace('_', '-')} does nothing without a rotation: leave it out, or add "
@@ -114,11 +120,13 @@ def _warned(plan: Plan, messages: list[str]) -> Plan:
     return replace(plan, facts=replace(plan.facts, warnings=warnings))
 
 
-def _show_or_run(plan: Plan, out: Path, manner: Manner) -> None:
+def _show_or_run(
+    plan: Plan, out: Path, manner: Manner, shown: Calibration | Statistics | None = None
+) -> None:
     if manner.dry_run:
         _show_plan(plan, manner.as_json)
     else:
-        _run(plan, out, manner)
+        _run(plan, out, manner, shown)
 
 
 def _tell(plan: Plan) -> None:
@@ -129,15 +137,18 @@ def _tell(plan: Plan) -> None:
         console.say(f"Kept in the source dtype ({because}): {', '.join(patterns)}")
 
 
-def _run(plan: Plan, out: Path, manner: Manner) -> None:
+def _run(plan: Plan, out: Path, manner: Manner, shown: Calibration | Statistics | None) -> None:
     _tell(plan)
+    if isinstance(shown, Calibration):
+        console.say(calibrating.sentence(shown))
     device = pick(manner.device)
     began = time.perf_counter()
     found = list(plan.facts.warnings)
     occupation = ""
     with console.progress_bar() as bar:
         task = bar.add_task("starting", total=plan.source_bytes)
-        for event in pipeline.run(plan, out, resume=manner.resume, device=device):
+        running = pipeline.run(plan, out, resume=manner.resume, device=device, shown=shown)
+        for event in running:
             if event.kind == "warning":
                 console.warn(event.message)
                 found.append(event.message)
@@ -187,7 +198,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
 def _scheme(plan: Plan) -> str:
     if plan.layout is None:
         return "none"
-    return "w4a4" if plan.weights.layout and plan.weights.activations else "w4a16"
+    return "w4a4" if plan.facts.activations else "w4a16"
 
 
 def _print_summary(plan: Plan, out: Path, seconds: float) -> None:

@@ -8,9 +8,9 @@ from transformers import PreTrainedConfig
 
 from nvfp4cli.checkpoint.reader import open_checkpoint
 from nvfp4cli.errors import CheckpointError
-from nvfp4cli.evaluate.model import configuration, load_tokenizer
-from nvfp4cli.evaluate.text import leading_bos, tokenize
 from nvfp4cli.layouts import open_weights
+from nvfp4cli.runtime.model import configuration, load_tokenizer
+from nvfp4cli.runtime.text import leading_bos, tokenize
 
 _NEXT_STEP = "name the checkpoint that the model was made from."
 

@@ -9,6 +9,8 @@ from torch import Tensor
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 MAX = 6.0
 
+_MAGIC = 1.5 * 2**23  # n + _MAGIC is rounded to an integer, ties to even
+
 _VALUES = torch.tensor([*MAGNITUDES, *(-m for m in MAGNITUDES)], dtype=torch.float32)
 
 
@@ -47,3 +49,23 @@ def unpack(packed: Tensor) -> Tensor:
 def swap_nibbles(packed: Tensor) -> Tensor:
     """Exchange the two codes of every byte: low-nibble-first <-> high-nibble-first."""
     return packed << 4 | packed >> 4
+
+
+def nearest(y: Tensor) -> Tensor:
+    """The value nearest to each, ties to even, beyond 6 to 6: what `encode` and `decode` give.
+
+    y: fp32, finite. The sign of a zero is kept.
+    """
+    return torch.copysign(nearest_magnitude(y.abs()), y)
+
+
+def nearest_magnitude(y: Tensor) -> Tensor:
+    """The same of magnitudes, which are overwritten: fp32.
+
+    The code is the least of three lines, each rounded by the addition that shifts it; its value is
+    the largest of three, 0 0.5 1 1.5 2 3 4 6.
+    """
+    code = torch.minimum(y * 2 + _MAGIC, y + (_MAGIC + 2))
+    code = torch.minimum(code, y.mul_(0.5).add_(_MAGIC + 4)).clamp_(max=_MAGIC + 7).sub_(_MAGIC)
+    value = torch.maximum(code * 0.5, code - 2)
+    return torch.maximum(value, code.mul_(2).sub_(8))

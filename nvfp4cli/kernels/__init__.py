@@ -11,6 +11,7 @@ from nvfp4cli.formats.nvfp4 import GlobalScale, Quantized
 
 __all__ = [
     "amax",
+    "compensate",
     "dequantize",
     "dequantize_mxfp4",
     "fused_amax",
@@ -46,6 +47,24 @@ def quantize(weight: Tensor, scale: GlobalScale) -> Quantized:
     from nvfp4cli.kernels.quantize_cpu import quantize_cpu
 
     return quantize_cpu(weight, scale)
+
+
+def compensate(
+    left: Tensor, factors: Tensor, reciprocal: Tensor, step: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Round columns to E2M1 one after the other, each error made good by those that follow.
+
+    left: fp32 [C, N], C columns of a matrix with N rows. factors: fp32 [C, C], what the error of
+    column i, in units of it, takes from column j > i. reciprocal, step: fp32 [C, N], from a weight
+    to E2M1's scale and back. Returns E2M1 values and errors, fp32 [C, N].
+    """
+    if left.is_cuda:
+        from nvfp4cli.kernels.compensate_triton import compensate_triton
+
+        return compensate_triton(left, factors, reciprocal, step)
+    from nvfp4cli.kernels.compensate_torch import compensate_torch
+
+    return compensate_torch(left, factors, reciprocal, step)
 
 
 def fused_quantize(

@@ -14,7 +14,7 @@ from nvfp4cli.checkpoint.reader import Checkpoint, TensorInfo
 from nvfp4cli.checkpoint.writer import Output
 from nvfp4cli.errors import CheckpointError, WeightError
 from nvfp4cli.formats import e4m3
-from nvfp4cli.formats.nvfp4 import dequantize
+from nvfp4cli.formats.nvfp4 import GlobalScale, dequantize
 from nvfp4cli.layouts import comfy, compressed_tensors, modelopt, torchao
 from nvfp4cli.layouts.record import Layout, Shape, Stored
 
@@ -109,6 +109,19 @@ class StoredWeights:
             if part.dtype == torch.float8_e4m3fn:
                 self._check_block_scales(part.name, stored.weight.block_scale)
         return stored
+
+    def input_scale(self, module: str) -> GlobalScale:
+        """The static activation scale of a quantised module of a W4A4 checkpoint.
+
+        Raises CheckpointError where it is missing, WeightError where it is no usable number.
+        """
+        assert self.layout is not None
+        shape = self.quantized[module]
+        plain = {part.name for part in self.layout.outputs(module, shape, False)}
+        part = next(p for p in self.layout.outputs(module, shape, True) if p.name not in plain)
+        self._check_part(part)
+        self._check_global_scale(module, part.name)
+        return self.layout.input_scale(self.checkpoint.read(part.name).item())
 
     def check_parts(self, module: str, activations: bool) -> None:
         """Raise CheckpointError where a part of a quantised module is missing or misshapen."""

@@ -13,14 +13,16 @@ from torch import Tensor
 
 from nvfp4cli.checkpoint.reader import Checkpoint
 from nvfp4cli.checkpoint.writer import Output
+from nvfp4cli.errors import UnsupportedError
 from nvfp4cli.formats import e2m1, swizzle
 from nvfp4cli.formats.nvfp4 import BLOCK, GlobalScale, Quantized
-from nvfp4cli.layouts.record import Contents, Read, Shape, Stored, scalar
+from nvfp4cli.layouts.record import CacheScales, Contents, Read, Shape, Stored, scalar
 
 NAME = "comfy"
 SWIZZLED = True
 SINGLE_FILE = True
 INPUT_SCALES = True
+CACHE_SCALES = False
 SERVE = "Use: copy {out}/model.safetensors to ComfyUI/models/text_encoders"
 
 _MARKER = b'{"format": "nvfp4"}'
@@ -89,6 +91,24 @@ def load(module: str, shape: Shape, read: Read, activations: bool) -> Stored:
     if not activations:
         return Stored(weight)
     return Stored(weight, GlobalScale.from_multiplier(read(f"{module}.input_scale").item()))
+
+
+def input_scale(stored: float) -> GlobalScale:
+    """Stored as the multiplier."""
+    return GlobalScale.from_multiplier(stored)
+
+
+def cache_outputs(attention: str) -> tuple[Output, ...]:
+    """Refused."""
+    raise UnsupportedError(
+        "The comfy layout cannot hold the scales of a KV cache: choose compressed-tensors or "
+        "modelopt."
+    )
+
+
+def cache_export(attention: str, scales: CacheScales) -> dict[str, Tensor]:
+    """None."""
+    return {}
 
 
 def header_metadata(

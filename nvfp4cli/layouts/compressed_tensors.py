@@ -14,15 +14,17 @@ from torch import Tensor
 from nvfp4cli.checkpoint.reader import Checkpoint
 from nvfp4cli.checkpoint.writer import Output
 from nvfp4cli.formats.nvfp4 import BLOCK, GlobalScale, Quantized
-from nvfp4cli.layouts.record import Contents, Read, Shape, Stored, scalar
+from nvfp4cli.layouts.record import CacheScales, Contents, Read, Shape, Stored, scalar
 
 NAME = "compressed-tensors"
 SWIZZLED = False
 SINGLE_FILE = False
 INPUT_SCALES = True
+CACHE_SCALES = True
 SERVE = "Serve: vllm serve {out}"
 
 _FORMAT = "nvfp4-pack-quantized"
+_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 
 
 def outputs(module: str, shape: Shape, activations: bool) -> tuple[Output, ...]:
@@ -79,6 +81,27 @@ def load(module: str, shape: Shape, read: Read, activations: bool) -> Stored:
     return Stored(weight, GlobalScale.from_divisor(read(f"{module}.input_global_scale").item()))
 
 
+def input_scale(stored: float) -> GlobalScale:
+    """Stored as the divisor."""
+    return GlobalScale.from_divisor(stored)
+
+
+def cache_outputs(attention: str) -> tuple[Output, ...]:
+    """k_scale and v_scale."""
+    return (
+        Output(f"{attention}.k_scale", torch.float32, (1,)),
+        Output(f"{attention}.v_scale", torch.float32, (1,)),
+    )
+
+
+def cache_export(attention: str, scales: CacheScales) -> dict[str, Tensor]:
+    """Multipliers."""
+    return {
+        f"{attention}.k_scale": scalar(scales.key, (1,)),
+        f"{attention}.v_scale": scalar(scales.value, (1,)),
+    }
+
+
 def header_metadata(
     quantized: Mapping[str, Shape], plain: Collection[str], dtype: torch.dtype
 ) -> dict[str, str]:
@@ -112,7 +135,7 @@ def quantization_config(contents: Contents) -> dict[str, Any]:
         "format": _FORMAT,
         "quantization_status": "compressed",
         "global_compression_ratio": None,
-        "kv_cache_scheme": None,
+        "kv_cache_scheme": _CACHE if contents.caches else None,
         "ignore": sorted(contents.kept),
         "config_groups": {"group_0": group},
     }

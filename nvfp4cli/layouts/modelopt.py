@@ -12,15 +12,17 @@ from torch import Tensor
 from nvfp4cli.checkpoint.reader import Checkpoint
 from nvfp4cli.checkpoint.writer import Output
 from nvfp4cli.formats.nvfp4 import BLOCK, GlobalScale, Quantized
-from nvfp4cli.layouts.record import Contents, Read, Shape, Stored, scalar
+from nvfp4cli.layouts.record import CacheScales, Contents, Read, Shape, Stored, scalar
 
 NAME = "modelopt"
 SWIZZLED = False
 SINGLE_FILE = False
 INPUT_SCALES = True
+CACHE_SCALES = True
 SERVE = "Serve: vllm serve {out}"
 
 # Engines read "modelopt" as the producer of the convention, not of the file.
+_CACHE = {"dynamic": False, "num_bits": 8, "type": "float"}
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 
 
@@ -78,6 +80,27 @@ def load(module: str, shape: Shape, read: Read, activations: bool) -> Stored:
     return Stored(weight, GlobalScale.from_multiplier(read(f"{module}.input_scale").item()))
 
 
+def input_scale(stored: float) -> GlobalScale:
+    """Stored as the multiplier."""
+    return GlobalScale.from_multiplier(stored)
+
+
+def cache_outputs(attention: str) -> tuple[Output, ...]:
+    """k_scale and v_scale, beside the projections."""
+    return (
+        Output(f"{attention}.k_proj.k_scale", torch.float32, ()),
+        Output(f"{attention}.v_proj.v_scale", torch.float32, ()),
+    )
+
+
+def cache_export(attention: str, scales: CacheScales) -> dict[str, Tensor]:
+    """Multipliers."""
+    return {
+        f"{attention}.k_proj.k_scale": scalar(scales.key, ()),
+        f"{attention}.v_proj.v_scale": scalar(scales.value, ()),
+    }
+
+
 def header_metadata(
     quantized: Mapping[str, Shape], plain: Collection[str], dtype: torch.dtype
 ) -> dict[str, str]:
@@ -91,12 +114,14 @@ def quantization_config(contents: Contents) -> dict[str, Any]:
     group: dict[str, Any] = {"weights": values, "targets": ["Linear"]}
     if contents.activations:
         group["input_activations"] = values
+    caches = {"kv_cache_scheme": _CACHE} if contents.caches else {}
     return {
         "quant_method": "modelopt",
         "quant_algo": _algorithm(contents),
         "ignore": sorted(contents.kept),
         "config_groups": {"group_0": group},
         "producer": _PRODUCER,
+        **caches,
     }
 
 
@@ -104,7 +129,7 @@ def extra_files(contents: Contents) -> dict[str, dict[str, Any]]:
     """hf_quant_config.json, which TensorRT-LLM and older engines read."""
     quantization = {
         "quant_algo": _algorithm(contents),
-        "kv_cache_quant_algo": None,
+        "kv_cache_quant_algo": "FP8" if contents.caches else None,
         "group_size": BLOCK,
         "exclude_modules": sorted(contents.kept),
     }

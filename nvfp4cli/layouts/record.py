@@ -9,6 +9,7 @@ from torch import Tensor
 
 from nvfp4cli.checkpoint.reader import Checkpoint
 from nvfp4cli.checkpoint.writer import Output
+from nvfp4cli.formats import e4m3
 from nvfp4cli.formats.nvfp4 import GlobalScale, Quantized
 
 Read = Callable[[str], Tensor]
@@ -27,16 +28,35 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class CacheScales:
+    """Of an attention module: what FP8 keys and values in the cache are multiplied by."""
+
+    key: float
+    value: float
+
+    @classmethod
+    def from_amax(cls, key: float, value: float) -> "CacheScales":
+        """amax / 448 each; 1 where nothing but zeros was seen, or is below what fp32 divides by."""
+        return cls(_fp8_scale(key), _fp8_scale(value))
+
+
+def _fp8_scale(amax: float) -> float:
+    scale = torch.tensor(amax / e4m3.MAX, dtype=torch.float32).item()
+    return scale if scale >= torch.finfo(torch.float32).tiny else 1.0
+
+
+@dataclass(frozen=True)
 class Contents:
     """What a checkpoint will hold, for the writing of its configuration.
 
     quantized: modules in NVFP4. kept: linear modules in the source dtype. activations: True where
-    input scales are stored.
+    input scales are stored. caches: True where scales of an FP8 KV cache are.
     """
 
     quantized: Collection[str]
     kept: Collection[str]
     activations: bool
+    caches: bool = False
 
 
 class Layout(Protocol):
@@ -46,6 +66,7 @@ class Layout(Protocol):
     SWIZZLED: bool
     SINGLE_FILE: bool  # its consumer takes one file only
     INPUT_SCALES: bool  # it can hold static activation scales
+    CACHE_SCALES: bool  # it can hold the scales of an FP8 KV cache
     SERVE: str  # what to do with the output {out}
 
     def outputs(self, module: str, shape: Shape, activations: bool) -> tuple[Output, ...]:
@@ -62,6 +83,15 @@ class Layout(Protocol):
 
     def load(self, module: str, shape: Shape, read: Read, activations: bool) -> Stored:
         """Read a module back into the canonical record; `activations`: with its input scale."""
+
+    def input_scale(self, stored: float) -> GlobalScale:
+        """The activation scale that a stored number stands for."""
+
+    def cache_outputs(self, attention: str) -> tuple[Output, ...]:
+        """The tensors that store the cache scales of an attention module, keys first."""
+
+    def cache_export(self, attention: str, scales: CacheScales) -> dict[str, Tensor]:
+        """Those tensors with their data."""
 
     def header_metadata(
         self, quantized: Mapping[str, Shape], plain: Collection[str], dtype: torch.dtype

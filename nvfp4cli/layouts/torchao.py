@@ -15,12 +15,13 @@ from nvfp4cli.checkpoint.writer import Output
 from nvfp4cli.errors import UnsupportedError
 from nvfp4cli.formats import swizzle
 from nvfp4cli.formats.nvfp4 import BLOCK, GlobalScale, Quantized
-from nvfp4cli.layouts.record import Contents, Read, Shape, Stored, scalar
+from nvfp4cli.layouts.record import CacheScales, Contents, Read, Shape, Stored, scalar
 
 NAME = "torchao"
 SWIZZLED = True
 SINGLE_FILE = False
 INPUT_SCALES = False  # transformers' loader does not know the name of the activation scale
+CACHE_SCALES = False
 SERVE = "Serve: vllm serve {out}"
 
 _QDATA = "._weight_qdata"
@@ -81,6 +82,24 @@ def load(module: str, shape: Shape, read: Read, activations: bool) -> Stored:
             GlobalScale.from_multiplier(read(module + _PER_TENSOR).item()),
         )
     )
+
+
+def input_scale(stored: float) -> GlobalScale:
+    """Stored as the multiplier."""
+    return GlobalScale.from_multiplier(stored)
+
+
+def cache_outputs(attention: str) -> tuple[Output, ...]:
+    """Refused."""
+    raise UnsupportedError(
+        "The torchao layout cannot hold the scales of a KV cache: choose compressed-tensors or "
+        "modelopt."
+    )
+
+
+def cache_export(attention: str, scales: CacheScales) -> dict[str, Tensor]:
+    """None."""
+    return {}
 
 
 def header_metadata(

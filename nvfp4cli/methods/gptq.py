@@ -8,12 +8,13 @@ belong to blocks of neighbouring columns, whatever the order in which these are 
 import torch
 from torch import Tensor
 
+from nvfp4cli import kernels
 from nvfp4cli.formats import e2m1, e4m3, nvfp4
 from nvfp4cli.formats.nvfp4 import BLOCK, GlobalScale, Quantized
 from nvfp4cli.methods import scales
 
 _COLUMNS = 128  # rounded before what follows them is corrected by one product
-DAMPING = 0.01  # of the mean of the Hessian's diagonal
+DAMPING = 0.05  # of the mean of the Hessian's diagonal
 
 
 def quantize(
@@ -24,14 +25,16 @@ def quantize(
     weight: [N, K], any float dtype, finite, K a multiple of 16. hessian: [K, K] fp32 or fp64, the
     sum of x x^T over inputs x [K] that the layer sees, in any unit. scale: of
     `scales.global_scale`. method: how block scales are chosen, by errors that count as their
-    columns do. A column that no input reaches changes nothing, and rounds to nearest.
+    columns do. A column that no input reaches changes nothing, and rounds to nearest; so do all
+    without any input.
 
     Computed in fp32; the inverse in fp64 where fp32 finds the Hessian not positive definite.
     """
     nvfp4.check_blocks(weight.shape)
     diagonal = hessian.diagonal().to(torch.float32)
-    importance = diagonal / diagonal.mean() if bool(diagonal.any()) else None
-    searched = scales.quantize(weight, scale, method, importance)
+    if not bool(diagonal.any()):
+        return scales.quantize(weight, scale, method)
+    searched = scales.quantize(weight, scale, method, diagonal / diagonal.mean())
     stored = e4m3.decode(searched.block_scale)  # [N, K/16]
     reciprocal = nvfp4.block_reciprocal(stored, scale.multiplier)
     order = diagonal.argsort(descending=True, stable=True)
@@ -40,17 +43,30 @@ def quantize(
     return Quantized(e2m1.pack(codes), searched.block_scale, scale)
 
 
+def enough(tokens: int, width: int) -> bool:
+    """Whether a Hessian of inputs of `width` channels says enough to compensate errors by.
+
+    With fewer tokens than a quarter of the channels, as rare experts have, most directions are
+    unseen: then only the block scales are chosen by what was seen.
+    """
+    return tokens >= width // 4
+
+
+def damped(hessian: Tensor, damping: float) -> Tensor:
+    """The Hessian with a share of its mean diagonal on the diagonal; dead columns stand alone."""
+    diagonal = hessian.diagonal()
+    ridge = damping * diagonal.mean() + torch.where(diagonal == 0, diagonal.mean(), 0)
+    return hessian + torch.diag(ridge)
+
+
 def _inverse_factor(hessian: Tensor, order: Tensor, damping: float) -> Tensor:
     """fp32 [K, K], upper triangular U with H^-1 = U^T U, of the damped Hessian in `order`.
 
     Row i of U, divided by its diagonal, is what the error of column i asks of those behind it.
     """
-    diagonal = hessian.diagonal()
-    dead = diagonal == 0
-    ridge = damping * diagonal.mean() + dead.to(hessian.dtype)  # a dead column is left alone
-    damped = hessian[order][:, order] + torch.diag(ridge[order] if ridge.ndim else ridge)
+    ordered = damped(hessian, damping)[order][:, order]
     for dtype in (torch.float32, torch.float64):
-        lower, fault = torch.linalg.cholesky_ex(damped.to(dtype))
+        lower, fault = torch.linalg.cholesky_ex(ordered.to(dtype))
         if not bool(fault):
             inverse = torch.cholesky_inverse(lower)
             upper, fault = torch.linalg.cholesky_ex(inverse, upper=True)
@@ -62,21 +78,22 @@ def _inverse_factor(hessian: Tensor, order: Tensor, damping: float) -> Tensor:
 def _compensated(
     weight: Tensor, order: Tensor, reciprocal: Tensor, step: Tensor, upper: Tensor
 ) -> Tensor:
-    """Codes uint8 [N, K]; reciprocal, step: of the blocks, from and to weights, fp32 [N, K/16]."""
-    left = weight[:, order].to(torch.float32)  # what remains to be rounded
+    """Codes uint8 [N, K]; reciprocal, step: of the blocks, from and to weights, fp32 [N, K/16].
+
+    Everything is transposed, so that a column is contiguous.
+    """
+    left = weight.T[order].to(torch.float32)  # [K, N]: what remains to be rounded
     block = order // BLOCK
-    codes = torch.empty_like(left, dtype=torch.uint8)
-    for start in range(0, left.shape[1], _COLUMNS):
-        stop = min(start + _COLUMNS, left.shape[1])
-        errors = torch.empty_like(left[:, start:stop])
-        for i in range(start, stop):
-            column = left[:, i]
-            codes[:, i] = e2m1.encode(column * reciprocal[:, block[i]])
-            rounded = e2m1.decode(codes[:, i]) * step[:, block[i]]
-            error = (column - rounded) / upper[i, i]
-            left[:, i + 1 : stop].addr_(error, upper[i, i + 1 : stop], alpha=-1)
-            errors[:, i - start] = error
-        left[:, stop:].addmm_(errors, upper[start:stop, stop:], alpha=-1)
-    natural = torch.empty_like(codes)
-    natural[:, order] = codes
-    return natural
+    reciprocal, step = reciprocal.T, step.T
+    factors = upper / upper.diagonal()[:, None]
+    values = torch.empty_like(left)
+    for start in range(0, len(left), _COLUMNS):
+        own = slice(start, start + _COLUMNS)
+        values[own], errors = kernels.compensate(
+            left[own], factors[own, own], reciprocal[block[own]], step[block[own]]
+        )
+        left[own.stop :].addmm_(factors[own, own.stop :].T, errors, alpha=-1)
+    codes = torch.empty_like(values, dtype=torch.uint8)
+    # The sign of a zero too, which encoding to nearest keeps.
+    codes[order] = e2m1.encode(values.abs()) | (torch.signbit(values).to(torch.uint8) << 3)
+    return codes.T

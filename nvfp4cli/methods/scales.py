@@ -26,7 +26,7 @@ _LARGEST = 256.0
 _FOUR = 1.5  # 6 / 4
 _OFFSETS = range(-3, 8)
 _TILE = 1 << 17  # values at a time, so that what is computed from them stays in the cache
-_MAGIC = 1.5 * 2**23  # n + _MAGIC is rounded to an integer, ties to even
+_LARGE_TILE = 1 << 24  # on a GPU, so that it is busy
 
 
 def global_scale(amax: float, method: str) -> GlobalScale:
@@ -52,7 +52,7 @@ def quantize(
     packed = torch.empty(n, k // 2, dtype=torch.uint8, device=weight.device)
     scale_byte = torch.empty(n, k // BLOCK, dtype=torch.uint8, device=weight.device)
     columns = None if importance is None else _planes(importance[None])
-    rows = max(1, _TILE // max(1, k))
+    rows = max(1, (_TILE if weight.device.type == "cpu" else _LARGE_TILE) // max(1, k))
     for start in range(0, n, rows):
         tile = _Tile(weight[start : start + rows], scale.multiplier, columns)
         best = tile.best(method)
@@ -98,7 +98,9 @@ class _Tile:
         """Sum of the squared errors of each block under its scale: fp32 [R, K/16]."""
         stored = e4m3.decode(byte)
         scaled = magnitudes * nvfp4.block_reciprocal(stored, self.multiplier)
-        error = _rounded(scaled).mul_(stored * self.multiplier).sub_(magnitudes).square_()
+        error = (
+            e2m1.nearest_magnitude(scaled).mul_(stored * self.multiplier).sub_(magnitudes).square_()
+        )
         if self.importance is not None:
             error.mul_(self.importance)
         total = error[0].clone()
@@ -121,15 +123,3 @@ def _candidates(ratio: Tensor, method: str) -> Iterator[Tensor]:
         yield e4m3.round_to_bytes(ratio * _FOUR).to(torch.int16)
     else:
         yield from (base + offset for offset in _OFFSETS if offset)
-
-
-def _rounded(y: Tensor) -> Tensor:
-    """Magnitudes rounded to those of E2M1, in place: fp32.
-
-    The code is the least of three lines, each rounded by the addition that shifts it; its value is
-    the largest of three, 0 0.5 1 1.5 2 3 4 6.
-    """
-    code = torch.minimum(y * 2 + _MAGIC, y + (_MAGIC + 2))
-    code = torch.minimum(code, y.mul_(0.5).add_(_MAGIC + 4)).clamp_(max=_MAGIC + 7).sub_(_MAGIC)
-    value = torch.maximum(code * 0.5, code - 2)
-    return torch.maximum(value, code.mul_(2).sub_(8))

@@ -5,8 +5,9 @@ most whatever the model's size. On a GPU the jobs go through `device` instead.
 """
 
 import hashlib
+import itertools
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 from torch import Tensor
 
 from nvfp4cli import __version__, kernels
+from nvfp4cli.calibrate.statistics import Statistics
 from nvfp4cli.checkpoint import writer
 from nvfp4cli.checkpoint.files import INDEX
 from nvfp4cli.checkpoint.output import OutputFolder
@@ -24,6 +26,7 @@ from nvfp4cli.checkpoint.writer import Shard, ShardWriter
 from nvfp4cli.errors import CheckpointError, WeightError
 from nvfp4cli.kernels.threads import single_threaded
 from nvfp4cli.pipeline import compute
+from nvfp4cli.pipeline.calibrated import Calibration, Layers
 from nvfp4cli.pipeline.compute import Result, Work
 from nvfp4cli.pipeline.device import computed, on_device
 from nvfp4cli.pipeline.staging import Staging
@@ -48,8 +51,17 @@ class Event:
     copying: float = 0.0
 
 
-def run(plan: Plan, out: Path, *, resume: bool = False, device: str = "cpu") -> Iterator[Event]:
+def run(
+    plan: Plan,
+    out: Path,
+    *,
+    resume: bool = False,
+    device: str = "cpu",
+    shown: Calibration | Statistics | None = None,
+) -> Iterator[Event]:
     """Write the checkpoint of `plan` into the folder `out`.
+
+    shown: the text that the recipe's method needs, or what an earlier run has made of one.
 
     resume: continue a killed run, refused unless source, recipe and version are the same; the
     bytes are those of an uninterrupted run. device: where weights are folded and quantised; "cpu"
@@ -61,9 +73,10 @@ def run(plan: Plan, out: Path, *, resume: bool = False, device: str = "cpu") -> 
     source = plan.source.checkpoint.folder
     _check_disk(plan, out)
     _check_copies(plan)
-    with OutputFolder(out, source, _fingerprint(plan, device), resume) as folder:
+    fingerprint = _fingerprint(plan, device, shown)
+    with OutputFolder(out, source, fingerprint, resume) as folder:
         try:
-            yield from _write(plan, out, device)
+            yield from _write(plan, out, device, shown)
         except WeightError:
             folder.discard(_files(plan))
             raise
@@ -75,13 +88,15 @@ def run(plan: Plan, out: Path, *, resume: bool = False, device: str = "cpu") -> 
         folder.finish()
 
 
-def _write(plan: Plan, out: Path, device: str) -> Iterator[Event]:
+def _write(
+    plan: Plan, out: Path, device: str, shown: Calibration | Statistics | None
+) -> Iterator[Event]:
     """Shards, then sidecars, then what makes the folder loadable: config.json and the index."""
     source = plan.source.checkpoint.folder
     done = [shard.file for shard in _published(plan, out)]
     shards = writer.ShardWriter(out, plan.shards, done)
     try:
-        yield from _work(plan, shards, device)
+        yield from _work(plan, shards, device, shown)
     finally:
         shards.close()
     for name in sidecars(source):
@@ -125,12 +140,13 @@ def _check_disk(plan: Plan, out: Path) -> None:
     writer.check_disk(out, plan.output_bytes - written)
 
 
-def _fingerprint(plan: Plan, device: str) -> dict[str, Any]:
+def _fingerprint(plan: Plan, device: str, shown: Calibration | Statistics | None) -> dict[str, Any]:
     """What must not change between a run and its resumption.
 
-    Quantising gives the same bits everywhere, the matrix products of a rotation do not.
+    Quantising gives the same bits everywhere, the matrix products of a rotation or of calibration
+    do not.
     """
-    rotated = any(member.edits for member in plan.members)
+    products = isinstance(shown, Calibration) or any(member.edits for member in plan.members)
     checkpoint = plan.source.checkpoint
     files = {}
     for file in checkpoint.metadata:
@@ -143,19 +159,25 @@ def _fingerprint(plan: Plan, device: str) -> dict[str, Any]:
         "recipe": plan.recipe.to_dict(),
         "source": hashlib.sha256(content.encode()).hexdigest(),
         "architecture spec": hashlib.sha256(plan.facts.spec_text.encode()).hexdigest(),
-        "device": device if rotated else "any",
+        "calibration": shown.facts if shown is not None else {},
+        "device": device if products else "any",
     }
 
 
-def _work(plan: Plan, shards: ShardWriter, device: str) -> Iterator[Event]:
+def _work(
+    plan: Plan, shards: ShardWriter, device: str, shown: Calibration | Statistics | None
+) -> Iterator[Event]:
     """Every job with an unwritten tensor, in order."""
+    if isinstance(shown, Calibration):
+        yield from _told(plan, plan.jobs, _by_layers(plan, shards, device, shown))
+        return
     jobs = [job for job in plan.jobs if _wanted(job, shards)]
     widths = [len(job.members) for job in jobs if computed(job)]
     if device == "cpu" or not widths:
-        yield from _told(plan, jobs, _on_host(plan, jobs, shards))
+        yield from _told(plan, jobs, _on_host(plan, jobs, shards, shown))
         return
     with Staging(torch.device(device), max(widths)) as staging:
-        yield from _told(plan, jobs, on_device(plan, jobs, shards, staging))
+        yield from _told(plan, jobs, on_device(plan, jobs, shards, staging, shown))
         computing, copying = staging.shares()
     if computing:
         yield Event("summary", computing=computing, copying=copying)
@@ -173,7 +195,9 @@ def _told(plan: Plan, jobs: Sequence[Job], work: Work) -> Iterator[Event]:
             yield Event("progress", done, total, job.stage)
 
 
-def _on_host(plan: Plan, jobs: Sequence[Job], shards: ShardWriter) -> Work:
+def _on_host(
+    plan: Plan, jobs: Sequence[Job], shards: ShardWriter, statistics: Statistics | None
+) -> Work:
     """Carry out jobs, the next one being read and the last ones written."""
     with single_threaded(1, "read") as read_pool, single_threaded(1, "write") as write_pool:
         ahead = read_pool.submit(_load, plan, jobs[0]) if jobs else None
@@ -183,11 +207,42 @@ def _on_host(plan: Plan, jobs: Sequence[Job], shards: ShardWriter) -> Work:
             loaded = ahead.result()
             if number + 1 < len(jobs):
                 ahead = read_pool.submit(_load, plan, jobs[number + 1])
-            results, warnings = _compute(plan, job, loaded)
+            results, warnings = _compute(plan, job, loaded, statistics)
             writing.make_room(job.held_bytes)
             writing.append(write_pool.submit(emit, plan, job, results, shards), job.held_bytes)
             yield job, warnings
         writing.drain()
+
+
+def measure(
+    plan: Plan, calibration: Calibration, device: str
+) -> Generator[Event, None, Statistics]:
+    """What the quantised model of a plan makes of a text, without a checkpoint being written."""
+    layers = Layers(plan, calibration, torch.device(device))
+    done = 0
+    for stage, group in itertools.groupby(plan.jobs, key=lambda job: job.stage):
+        jobs = list(group)
+        for _, warnings in layers.work(stage, jobs).values():
+            for message in warnings:
+                yield Event("warning", message=message)
+        done += sum(job.source_bytes for job in jobs)
+        yield Event("progress", done, plan.source_bytes, stage)
+    return layers.statistics
+
+
+def _by_layers(plan: Plan, shards: ShardWriter, device: str, calibration: Calibration) -> Work:
+    """Carry out jobs in order, those of a decoder layer together.
+
+    Also those that are on the disk already: what follows them depends on them.
+    """
+    layers = Layers(plan, calibration, torch.device(device))
+    for stage, group in itertools.groupby(plan.jobs, key=lambda job: job.stage):
+        jobs = list(group)
+        found = layers.work(stage, jobs)
+        for place, job in enumerate(jobs):
+            computed, warnings = found.get(place) or _compute(plan, job, _load(plan, job), None)
+            emit(plan, job, computed, shards)
+            yield job, warnings
 
 
 def _wanted(job: Job, shards: ShardWriter) -> bool:
@@ -201,7 +256,7 @@ def _load(plan: Plan, job: Job) -> list[Result]:
     for member in job.members:
         if member.action == "repack":
             loaded.append(plan.weights.stored(member.module, plan.weights.activations))
-        elif member.streamed:
+        elif member.streamed or member.action == "cache":
             loaded.append(None)
         elif member.piece and member.piece.expert is not None:
             place = member.source.name, member.piece.expert
@@ -213,7 +268,9 @@ def _load(plan: Plan, job: Job) -> list[Result]:
     return loaded
 
 
-def _compute(plan: Plan, job: Job, loaded: list[Result]) -> tuple[list[Result], list[str]]:
+def _compute(
+    plan: Plan, job: Job, loaded: list[Result], statistics: Statistics | None
+) -> tuple[list[Result], list[str]]:
     """What is to be written of each member, and warnings."""
     read = plan.source.read
     if job.members[0].action == "quantize":
@@ -223,7 +280,9 @@ def _compute(plan: Plan, job: Job, loaded: list[Result]) -> tuple[list[Result], 
             tensors[i] = compute.encodable(compute.edited(member, tensors[i], read))
         maxima = [kernels.amax(tensor) for tensor in tensors]
         compute.check_maxima(job, maxima, read)
-        return compute.quantized(job, tensors, maxima, plan.recipe.method)
+        return compute.quantized(job, tensors, maxima, plan.recipe, statistics)
+    if job.members[0].action == "cache":
+        return [compute.cache_scales(job.members[0].module, statistics)], []
     for i, member in enumerate(job.members):
         if isinstance(data := loaded[i], Tensor):
             edited = compute.edited(member, data, read)

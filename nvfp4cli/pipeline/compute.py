@@ -6,32 +6,48 @@ from collections.abc import Generator
 import torch
 from torch import Tensor
 
-from nvfp4cli.errors import WeightError
+from nvfp4cli import kernels
+from nvfp4cli.calibrate.moments import Moments, Seen
+from nvfp4cli.calibrate.statistics import Statistics
+from nvfp4cli.errors import CheckpointError, WeightError
 from nvfp4cli.formats import nvfp4
-from nvfp4cli.layouts.record import Stored
+from nvfp4cli.formats.nvfp4 import GlobalScale, Quantized
+from nvfp4cli.layouts.record import CacheScales, Stored
 from nvfp4cli.layouts.sources import Source
-from nvfp4cli.methods import scales
+from nvfp4cli.methods import gptq, refit, scales
 from nvfp4cli.models.pieces import upright
 from nvfp4cli.plan.record import Job, Member
+from nvfp4cli.recipe import Recipe
 from nvfp4cli.rotate import fold
 
 # What a member has become: a weight for the layout to write, a tensor, or nothing where it is
 # streamed while it is written.
-Result = Stored | Tensor | None
+Result = Stored | CacheScales | Tensor | None
 # Jobs as they are carried out, each with its warnings once its results are on their way.
 Work = Generator[tuple[Job, list[str]], None, None]
 
 
 def quantized(
-    job: Job, tensors: list[Tensor], maxima: list[float], method: str
+    job: Job,
+    tensors: list[Tensor],
+    maxima: list[float],
+    recipe: Recipe,
+    statistics: Statistics | None,
 ) -> tuple[list[Result], list[str]]:
     """The members of a group under one global scale, and warnings.
 
     tensors: [N, K] each, bf16, fp16 or fp32, edited already. maxima: their largest magnitudes, all
-    finite. method: of the recipe.
+    finite. statistics: of their inputs, which weigh errors and give the input scale of w4a4.
     """
-    group = max(maxima)
+    group, method = max(maxima), recipe.method
     scale = scales.global_scale(group, method)
+    importance = input_scale = None
+    if statistics is not None:
+        seen = statistics.of([member.module for member in job.members])
+        if method == "mse" and seen.tokens:
+            importance = seen.mean_square.to(tensors[0].device)
+        if recipe.scheme == "w4a4":
+            input_scale = GlobalScale.from_amax(seen.amax)
     results: list[Result] = []
     warnings = []
     for i, member in enumerate(job.members):
@@ -39,10 +55,61 @@ def quantized(
             size = "holds only zeros" if maxima[i] == 0 else f"is at most {maxima[i]:.1e}"
             warnings.append(f"{member.name} {size}: it is stored as zeros.")
         if nvfp4.vanishes(group):
-            results.append(Stored(nvfp4.zeros(*member.shape)))
+            results.append(Stored(nvfp4.zeros(*member.shape), input_scale))
         else:
-            results.append(Stored(scales.quantize(tensors[i], scale, method)))
+            q = scales.quantize(tensors[i], scale, method, importance)
+            results.append(Stored(q, input_scale))
     return results, warnings
+
+
+def cache_scales(attention: str, statistics: Statistics | None) -> CacheScales:
+    """The scales of the cache of an attention module. Raises CheckpointError without statistics."""
+    if statistics is None or attention not in statistics.keys:
+        raise CheckpointError(
+            f"The statistics know nothing of the keys of {attention}: calibrate again with "
+            "--kv-cache."
+        )
+    return CacheScales.from_amax(statistics.keys[attention], statistics.values[attention])
+
+
+def calibrated(
+    job: Job, tensors: list[Tensor], maxima: list[float], recipe: Recipe, seen: Seen
+) -> tuple[list[Stored], list[str]]:
+    """The members of a group by what has been seen of their input, and warnings.
+
+    tensors, maxima: as of `quantized`.
+    """
+    rule = recipe.block_scales
+    matrix = torch.cat([tensor.to(torch.float32) for tensor in tensors])
+    whole = seen.fit + seen.held_out
+    if recipe.method == "gptq":
+        matrix = _refitted(matrix, seen, whole)
+    scale = scales.global_scale(kernels.amax(matrix), rule)
+    if recipe.method == "gptq" and gptq.enough(whole.tokens, matrix.shape[1]):
+        q = gptq.quantize(matrix, whole.hessian, scale, rule)
+    else:
+        importance = whole.mean_square if rule == "mse" and whole.tokens else None
+        q = scales.quantize(matrix, scale, rule, importance)
+    results = []
+    input_scale = GlobalScale.from_amax(seen.amax) if recipe.scheme == "w4a4" else None
+    start = 0
+    for tensor in tensors:
+        stop = start + len(tensor)
+        own = Quantized(q.packed[start:stop], q.block_scale[start:stop], scale)
+        results.append(Stored(own, input_scale))
+        start = stop
+    return results, []
+
+
+def _refitted(weight: Tensor, seen: Seen, whole: Moments) -> Tensor:
+    """A weight for the inputs that the quantised model gives it; see `methods.refit`."""
+    if whole.cross is None:
+        return weight
+    if whole.square is not None:
+        return refit.keeping_power(weight, whole.hessian, whole.cross, whole.square, whole.tokens)
+    fit, held_out = seen.fit, seen.held_out
+    assert fit.cross is not None and held_out.cross is not None
+    return refit.by_held_out(weight, (fit.hessian, fit.cross), (held_out.hessian, held_out.cross))
 
 
 def stored(member: Member, source: Source) -> Tensor:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from nvfp4cli.calibrate.statistics import Statistics
 from nvfp4cli.checkpoint.writer import ShardWriter
 from nvfp4cli.errors import UnsupportedError
 from nvfp4cli.kernels.threads import single_threaded
@@ -111,7 +112,11 @@ def turns(job: Job) -> list[Turn]:
 
 
 def on_device(
-    plan: Plan, jobs: Sequence[Job], shards: ShardWriter, staging: Staging
+    plan: Plan,
+    jobs: Sequence[Job],
+    shards: ShardWriter,
+    staging: Staging,
+    statistics: Statistics | None,
 ) -> compute.Work:
     """Carry out jobs, one being read, one computed, and results copied back and written.
 
@@ -120,7 +125,7 @@ def on_device(
     """
     order = [turn for job in jobs for turn in turns(job)]
     with single_threaded(1, "read") as read_pool, single_threaded(1, "write") as write_pool:
-        passage = _Passage(plan, shards, staging, write_pool)
+        passage = _Passage(plan, shards, staging, write_pool, statistics)
         loads = _one_ahead(read_pool, passage.load, [t for t in order if computed(t.job)])
         before: _Begun | None = None
         for turn in (*order, None):
@@ -152,9 +157,15 @@ class _Passage:
     """The way of a turn: `load` in the reading thread, `begin` and `finish` in the caller's."""
 
     def __init__(
-        self, plan: Plan, shards: ShardWriter, staging: Staging, write_pool: ThreadPoolExecutor
+        self,
+        plan: Plan,
+        shards: ShardWriter,
+        staging: Staging,
+        write_pool: ThreadPoolExecutor,
+        statistics: Statistics | None,
     ) -> None:
         self._plan = plan
+        self._statistics = statistics
         self._source = plan.source
         self._shards = shards
         self._staging = staging
@@ -230,7 +241,7 @@ class _Passage:
         with self._fitting(job), self._staging.computing():
             if job.members[0].action == "quantize":
                 results, warnings = compute.quantized(
-                    job, begun.tensors, maxima, self._plan.recipe.method
+                    job, begun.tensors, maxima, self._plan.recipe, self._statistics
                 )
             named = self._exported(job, results)
         names, offset = list(named), self._offset(begun.turn)
@@ -267,6 +278,8 @@ class _Passage:
         results: list[compute.Result] = [
             None
             if m.streamed
+            else compute.cache_scales(m.module, self._statistics)
+            if m.action == "cache"
             else compute.rounded(compute.edited(m, compute.stored(m, self._source), read), m, read)
             for m in job.members
         ]

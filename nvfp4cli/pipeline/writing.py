@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nvfp4cli.checkpoint.writer import ShardWriter
 from nvfp4cli.formats import nvfp4
-from nvfp4cli.layouts.record import Stored
+from nvfp4cli.layouts.record import CacheScales, Stored
 from nvfp4cli.pipeline.compute import Result, edited, rounded
 from nvfp4cli.plan.record import Job, Member, Plan
 
@@ -59,11 +59,15 @@ def emit(plan: Plan, job: Job, results: list[Result], shards: ShardWriter) -> No
                 shards.write(name, tensor)
 
 
-def exported(plan: Plan, member: Member, result: Stored | Tensor) -> dict[str, Tensor]:
+def exported(
+    plan: Plan, member: Member, result: Stored | CacheScales | Tensor
+) -> dict[str, Tensor]:
     """The tensors to write of a member."""
     if isinstance(result, Tensor):
         return {member.name: result}
     assert plan.layout is not None
+    if isinstance(result, CacheScales):
+        return plan.layout.cache_export(member.module, result)
     return plan.layout.export(member.module, result)
 
 

@@ -11,22 +11,29 @@ import yaml
 from nvfp4cli import __version__
 from nvfp4cli.checkpoint.files import RECORD
 from nvfp4cli.checkpoint.writer import make_shards
-from nvfp4cli.layouts import StoredWeights, open_weights
+from nvfp4cli.layouts import open_weights
 from nvfp4cli.layouts.record import Contents, Layout
 from nvfp4cli.layouts.sources import Source
 from nvfp4cli.models import spec as specs
+from nvfp4cli.models.spec import ArchSpec
 from nvfp4cli.plan.record import Facts, Job, Member, Plan
 from nvfp4cli.recipe import Recipe
 
 
 def assemble(
-    source: Source, recipe: Recipe, layout: Layout | None, jobs: list[Job], facts: Facts
+    source: Source,
+    spec: ArchSpec | None,
+    recipe: Recipe,
+    layout: Layout | None,
+    jobs: list[Job],
+    facts: Facts,
 ) -> Plan:
     """Deal the outputs into shards and compose every file that stands beside them."""
     weights, config = open_weights(source.checkpoint), source.checkpoint.config
     members = [member for job in jobs for member in job.members]
     quantized = [m.module for m in members if m.action in ("quantize", "repack")]
-    contents = Contents(quantized, facts.kept, activations=_activations(weights))
+    caches = any(m.action == "cache" for m in members)
+    contents = Contents(quantized, facts.kept, facts.activations, caches)
 
     dtype = _original_dtype(members, recipe, config)
 
@@ -52,15 +59,11 @@ def assemble(
     if not facts.own_spec:
         texts[specs.STORED] = facts.spec_text
     texts[RECORD] = yaml.safe_dump(record, sort_keys=False)
-    return Plan(source, weights, recipe, layout, tuple(jobs), tuple(shards), texts, facts)
+    return Plan(source, spec, weights, recipe, layout, tuple(jobs), tuple(shards), texts, facts)
 
 
 # How many layers predict further tokens, by the names that config.json gives it.
 _MTP_COUNTS = {"num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_modules"}
-
-
-def _activations(weights: StoredWeights) -> bool:
-    return weights.layout is not None and weights.activations
 
 
 def _header_metadata(
@@ -69,7 +72,7 @@ def _header_metadata(
     if layout is None:
         return {}
     quantized = [m for m in members if m.action in ("quantize", "repack")]
-    plain = [m.name for m in members if m.action not in ("quantize", "repack")]
+    plain = [m.name for m in members if m.action in ("edit", "copy")]
     shapes = {m.module: (m.shape[0], m.shape[1]) for m in quantized}
     return layout.header_metadata(shapes, plain, dtype)
 

@@ -69,12 +69,13 @@ def plan_convert(checkpoint: Checkpoint, layout_name: str, max_shard_size: str |
         copies=(),
         untied=False,
         without_mtp=False,
+        activations=weights.activations,
         warnings=tuple(advice.warnings(jobs, layout)),
         next_step=advice.next_step(jobs, layout),
         spec_text="",
         own_spec=True,
     )
-    return assemble(source, recipe, layout, jobs, facts)
+    return assemble(source, spec, recipe, layout, jobs, facts)
 
 
 def _check_representable(weights: StoredWeights, layout: Layout) -> None:

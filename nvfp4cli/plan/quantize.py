@@ -50,6 +50,11 @@ class _Context:
     rotations: Rotations
     layout: Layout | None
 
+    def outputs(self, module: str, shape: tuple[int, ...]) -> tuple[Output, ...]:
+        """What is written of a quantised matrix [out, in]."""
+        assert self.layout is not None
+        return self.layout.outputs(module, (shape[0], shape[1]), self.recipe.scheme == "w4a4")
+
     @property
     def tied(self) -> bool:
         """The head reuses the embedding in the source."""
@@ -91,7 +96,7 @@ def plan_quantize(
         for name, one in claims.items()
         for member in _members(name, one, found[name], chosen.reasons, context)
     ]
-    jobs = _group(members)
+    jobs = _with_caches(_group(members), claims, context)
     notes += chosen.notes
     if strict and notes:
         raise RecipeError(notes[0])
@@ -103,6 +108,7 @@ def plan_quantize(
         copies=_tied_copies(context),
         untied=context.unties,
         without_mtp=recipe.mtp == "drop",
+        activations=recipe.scheme == "w4a4",
         warnings=(
             *_already_quantized(context),
             *_of_engines(context),
@@ -115,7 +121,7 @@ def plan_quantize(
         spec_text=arch_spec.read_text(encoding="utf-8") if arch_spec else "",
         own_spec=arch_spec is not None and arch_spec.parent == specs.SPECS,
     )
-    return assemble(context.source, recipe, context.layout, jobs, facts)
+    return assemble(context.source, context.spec, recipe, context.layout, jobs, facts)
 
 
 def _claims(context: _Context) -> tuple[dict[str, Claim | None], tuple[str, ...]]:
@@ -139,7 +145,7 @@ def _context(
     language = spec.language(config)
     sizes = shapes.sizes(spec, language)
     rotations = Rotations.of(recipe.rotate, recipe.rotation_kind, recipe.seed, spec, sizes)
-    layout = LAYOUTS[recipe.layout] if recipe.scheme == "w4a16" else None
+    layout = None if recipe.scheme == "none" else LAYOUTS[recipe.layout]
     return _Context(source, language, recipe, spec, sizes, rotations, layout), arch_spec
 
 
@@ -223,8 +229,7 @@ def _members(
             part = (piece.rows, *shape[1:])
             yield _written_member(one, piece, info, part, edits, reasons[weight], context)
     else:
-        assert context.layout is not None
-        outputs = context.layout.outputs(one.module, (shape[0], shape[1]), False)
+        outputs = context.outputs(one.module, shape)
         yield Member(
             name, one.module, info, shape, "quantize", reasons[weight], edits, outputs,
             one.fused_module, transposed=transposed(one),
@@ -246,11 +251,10 @@ def _written_member(
         output = Output(name, _stored_dtype(one, info, context), shape)
         return Member(name, piece.module, info, shape, "edit", "bias", edits, (output,),
                       piece=piece, finite=True)  # fmt: skip
-    assert context.layout is not None
     parent, parts = piece.module.rpartition(".")[0], one.spec.written_as
     merged = one.spec.fused or "+".join(pattern.rpartition(".")[2] for pattern in parts)
     fused = f"{parent}.{merged}" if len(parts) > 1 else None
-    outputs = context.layout.outputs(piece.module, (shape[0], shape[1]), False)
+    outputs = context.outputs(piece.module, shape)
     return Member(name, piece.module, info, shape, "quantize", reason, edits, outputs, fused, piece)
 
 
@@ -260,7 +264,7 @@ def _kept_member(
     """A tensor that stays a tensor, under its name and in its form."""
     dtype = info.dtype if one is None else _stored_dtype(one, info, context)
     changed = bool(edits) or dtype != info.dtype or not info.stored
-    reason = _why_kept(one, context.recipe)
+    reason = _why_kept(one, context)
     action: Action = "edit" if changed else "copy"
     return Member(
         name,
@@ -290,7 +294,8 @@ def _dtype(name: str) -> torch.dtype:
     return dtype
 
 
-def _why_kept(one: Claim | None, recipe: Recipe) -> str:
+def _why_kept(one: Claim | None, context: _Context) -> str:
+    recipe = context.recipe
     if one is None:
         return "kept by the architecture's spec"
     if one.part == "bias":
@@ -303,6 +308,9 @@ def _why_kept(one: Claim | None, recipe: Recipe) -> str:
         return "scheme none"
     if not one.spec.quantize:
         return one.spec.because or "output head"
+    if selection.at_an_end(one.layer, recipe, context.sizes["num_hidden_layers"]):
+        first = one.layer is not None and one.layer < recipe.keep_first
+        return "--keep-first" if first else "--keep-last"
     return _IGNORED
 
 
@@ -337,6 +345,42 @@ def _group(members: list[tuple[Member, Claim | None]]) -> list[Job]:
         else:
             jobs[key] = Job(_stage(one), (member,))
     return list(jobs.values())
+
+
+# The last part of the names of projections that values come from, alone or with others.
+_VALUES = ("v_proj", "qkv_proj", "query_key_value", "c_attn")
+
+
+def _with_caches(jobs: list[Job], claims: dict[str, Claim | None], context: _Context) -> list[Job]:
+    """The jobs, each layer's with one for the scales of its KV cache behind them.
+
+    Raises UnsupportedError where no attention of the usual kind is found.
+    """
+    if context.recipe.kv_cache == "none" or context.layout is None:
+        return jobs
+    found: dict[str, Job] = {}
+    for name, one in claims.items():
+        if one is None or one.part != "weight" or one.layer is None or one.mtp:
+            continue
+        attention, _, last = one.module.rpartition(".")
+        if last in _VALUES:
+            outputs = context.layout.cache_outputs(attention)
+            member = Member(
+                name, attention, context.source.tensors[name], (), "cache", "KV cache", (), outputs
+            )
+            found[_stage(one)] = Job(_stage(one), (member,))
+    if not found:
+        raise UnsupportedError(
+            f"The spec of {context.spec.model_type} names no value projection, so that it cannot "
+            "be said what its KV cache holds: leave out --kv-cache."
+        )
+    last_of = {job.stage: place for place, job in enumerate(jobs)}
+    behind = {last_of[stage]: job for stage, job in found.items()}
+    return [
+        one
+        for place, job in enumerate(jobs)
+        for one in ((job, behind[place]) if place in behind else (job,))
+    ]
 
 
 def _stage(one: Claim | None) -> str:

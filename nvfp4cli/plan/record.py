@@ -11,12 +11,14 @@ from nvfp4cli.layouts import StoredWeights
 from nvfp4cli.layouts.record import Layout
 from nvfp4cli.layouts.sources import Source, SourceTensor
 from nvfp4cli.models.pieces import Piece
+from nvfp4cli.models.spec import ArchSpec
 from nvfp4cli.recipe import Recipe
 from nvfp4cli.rotate.fold import Edit
 
 # quantize: edits, then NVFP4. edit: edits, rounded once to `dtype`. copy: the source's bytes.
-# repack: a quantised weight from one layout to another.
-Action = Literal["quantize", "edit", "copy", "repack"]
+# repack: a quantised weight from one layout to another. cache: the scales of a KV cache, which come
+# from calibration and no tensor of the source.
+Action = Literal["quantize", "edit", "copy", "repack", "cache"]
 
 
 @dataclass(frozen=True)
@@ -24,12 +26,12 @@ class Member:
     """One weight of the source and what becomes of it.
 
     name: the source model's name of the tensor. source: where it is read from, which is another
-    tensor for a head that R1 unties. module: that owns it. shape: of the matrix or bias that is
-    written. reason: of the decision, for people. edits: in order, of a matrix [out, in]. outputs:
-    what is written, all in one file. fused: the engines' merged module that a quantised weight
-    becomes a part of. piece: where the matrix is only a part of a tensor of experts. transposed:
-    the source holds [in, out]. finite: a NaN or Inf in it stops the run, also where its bytes are
-    only copied.
+    tensor for a head that R1 unties; of cache scales, the projection beside them. module: that owns
+    it. shape: of the matrix or bias that is written. reason: of the decision, for people. edits: in
+    order, of a matrix [out, in]. outputs: what is written, all in one file. fused: the engines'
+    merged module that a quantised weight becomes a part of. piece: where the matrix is only a part
+    of a tensor of experts. transposed: the source holds [in, out]. finite: a NaN or Inf in it stops
+    the run, also where its bytes are only copied.
     """
 
     name: str
@@ -61,6 +63,8 @@ class Member:
     @property
     def source_bytes(self) -> int:
         """Bytes read for this weight."""
+        if self.action == "cache":
+            return 0
         if self.piece is None:
             return self.source.nbytes
         return self.source.nbytes * _numel(self.shape) // max(1, _numel(self.source.shape))
@@ -104,9 +108,10 @@ class Facts:
 
     model: the name the user gave. rotation: kind, seed and sizes. kept: linear modules that stay in
     the source dtype. presets: why the architecture keeps some of them -> patterns. without_mtp:
-    layers that predict further tokens were left out. untied: the output head no longer reuses the
-    embedding. copies: stored heads that config.json ties and are left out, each with its embedding.
-    spec_text: the architecture spec used. own_spec: it is one of the tool's and need not be stored.
+    layers that predict further tokens were left out. activations: input scales are stored. untied:
+    the output head no longer reuses the embedding. copies: stored heads that config.json ties and
+    are left out, each with its embedding. spec_text: the architecture spec used. own_spec: it is
+    one of the tool's and need not be stored.
     """
 
     model: str
@@ -115,6 +120,7 @@ class Facts:
     presets: dict[str, list[str]]
     untied: bool
     without_mtp: bool
+    activations: bool
     copies: tuple[tuple[str, str], ...]
     warnings: tuple[str, ...]
     next_step: str  # what to do with the output, {out} or {path!r} standing for its folder
@@ -126,11 +132,13 @@ class Facts:
 class Plan:
     """Everything that `pipeline.run` needs.
 
-    source: what is read. weights: the same as it is quantised, for `repack`. files: JSON and YAML
-    files to write, name -> text, config.json among them.
+    source: what is read. spec: of the architecture, None where it is not known. weights: the source
+    as it is quantised, for `repack`. files: JSON and YAML files to write, name -> text, config.json
+    among them.
     """
 
     source: Source
+    spec: ArchSpec | None
     weights: StoredWeights
     recipe: Recipe
     layout: Layout | None  # None: nothing is quantised

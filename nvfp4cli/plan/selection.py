@@ -63,6 +63,8 @@ def select(
         if not modules
     ]
     out = {module for modules in ignored.values() for module in modules}
+    layers = 1 + max((c.layer for c in linears.values() if c.layer is not None), default=-1)
+    out |= {module for module, claim in linears.items() if at_an_end(claim.layer, recipe, layers)}
     extra = {m for modules in included.values() for m in modules if not linears[m].spec.quantize}
     _check_included(extra, recipe, spec, head_is_tied)
     chosen = {
@@ -72,12 +74,20 @@ def select(
     }
     if not chosen:
         raise RecipeError(
-            "The --ignore patterns leave nothing to quantise: ignore less, or use --scheme none."
+            "The --ignore patterns and the layers that are kept leave nothing to quantise: keep "
+            "less, or use --scheme none."
         )
     _check_experts(linears, chosen, layout)
     _check_widths(linears, chosen, shapes)
     notes += [*_split_groups(linears, chosen), *_split_experts(linears, chosen)]
     return Selection(chosen, tuple(notes), tuple(_unusual(linears, chosen)))
+
+
+def at_an_end(layer: int | None, recipe: Recipe, layers: int) -> bool:
+    """True for a decoder layer that --keep-first or --keep-last leaves as it is."""
+    if layer is None:
+        return False
+    return layer < recipe.keep_first or layers - recipe.keep_last <= layer < layers
 
 
 def _matching(

@@ -21,8 +21,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from nvfp4cli.evaluate.model import load, load_tokenizer
 from nvfp4cli.evaluate.perplexity import evaluate
+from nvfp4cli.runtime.model import load, load_tokenizer
 
 HERE = Path(__file__).parent
 TOKENS = 192

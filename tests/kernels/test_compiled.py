@@ -97,3 +97,13 @@ def test_whole_rows(columns, order):
     types = {**inputs, "scale_ptr": "*i16"}
     kernel = hadamard_triton._quantize_kernel
     assert compiled(kernel, 90, {**constants, **encoding}, **types)["cubin"]
+
+
+@pytest.mark.parametrize("columns", [16, 128])
+def test_compensation(columns):
+    from nvfp4cli.kernels.compensate_triton import _compensate_kernel
+
+    arrays = ("left", "factors", "reciprocal", "step", "values", "errors")
+    places = {f"{name}_ptr": "*fp32" for name in arrays}
+    constants = {"COLUMNS": columns, "ROWS": 32}
+    assert compiled(_compensate_kernel, 90, constants, columns="i32", **places)["cubin"]

@@ -53,7 +53,7 @@ def load(folder: Path, *, dtype: torch.dtype, device: str) -> PreTrainedModel:
         model, report = model_class.from_pretrained(
             None,
             config=config,
-            state_dict={name: _LazyTensor(read, lock) for name, read in _tensors(checkpoint)},
+            state_dict={name: LazyTensor(read, lock) for name, read in _tensors(checkpoint)},
             dtype=dtype,
             device_map={"": device},
             ignore_mismatched_sizes=True,  # so that they are in the report, with their names
@@ -129,7 +129,7 @@ def _together(source: Source, claim: Claim, experts: list[list[str]]) -> Tensor:
     return pieces.join(claim, ([source.read(name) for name in parts] for parts in experts))
 
 
-class _LazyTensor:
+class LazyTensor:
     """A tensor that is read when transformers materialises it, as a safetensors slice would be.
 
     transformers materialises from several threads; the lock keeps them to one dequantised tensor
@@ -153,7 +153,7 @@ def _architecture(
     AutoModelForCausalLM chooses the same class but takes no weights from memory.
     """
     model_type = values.get("model_type")
-    if model_type not in CONFIG_MAPPING:
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
         raise UnsupportedError(
             f"transformers {transformers.__version__} does not know the model type "
             f"{model_type!r} of {folder / 'config.json'}: install a release that does."
@@ -161,7 +161,7 @@ def _architecture(
     # The weights arrive dequantised: no quantiser of transformers may touch them.
     plain = {key: value for key, value in values.items() if key != "quantization_config"}
     try:
-        config = CONFIG_MAPPING[model_type].from_dict(plain)
+        config = CONFIG_MAPPING[model_type].from_dict(decoded(plain))
     except Exception as error:  # its checks raise whatever they like
         reason = " ".join(str(error).split()) or type(error).__name__
         raise CheckpointError(
@@ -177,6 +177,15 @@ def _architecture(
     if model_class.config_class is config.sub_configs.get("text_config"):
         config = config.get_text_config()
     return config, model_class
+
+
+def decoded(value: Any) -> Any:
+    """Numbers that JSON cannot hold, as transformers writes them: {"__float__": "Infinity"}."""
+    if isinstance(value, dict):
+        if value.keys() == {"__float__"}:
+            return float(value["__float__"])
+        return {key: decoded(one) for key, one in value.items()}
+    return [decoded(one) for one in value] if isinstance(value, list) else value
 
 
 def _check(folder: Path, report: dict[str, Any]) -> None:

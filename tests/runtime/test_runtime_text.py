@@ -17,7 +17,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from nvfp4cli.errors import RecipeError
-from nvfp4cli.evaluate import text
+from nvfp4cli.runtime import text
 
 
 def word_tokenizer(prepends_bos: bool) -> PreTrainedTokenizerFast:
@@ -61,7 +61,7 @@ def test_files_that_cannot_be_used(tmp_path, data, sentence):
 
 _LOAD = """
 import json, time
-from nvfp4cli.evaluate.text import load_text
+from nvfp4cli.runtime.text import load_text
 start = time.perf_counter()
 t = load_text()
 seconds = time.perf_counter() - start

@@ -5,7 +5,7 @@ import platform
 import urllib.error
 import urllib.request
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -55,11 +55,34 @@ def load_text(path: str | None = None) -> Text:
     if archive is not None:
         with zipfile.ZipFile(archive) as files:
             return _record(files.read(WIKITEXT_MEMBER), "WikiText-2 raw test")
+    text = built_in()
+    return replace(text, name=f"{text.name} (WikiText-2 is out of reach)")
+
+
+def built_in() -> Text:
+    """The language reference in Python's own pydoc, which differs between Python versions."""
     from pydoc_data.topics import topics
 
     joined = "\n\n".join(topics[topic] for topic in sorted(topics))
-    name = f"Python {platform.python_version()} language reference (WikiText-2 is out of reach)"
+    name = f"Python {platform.python_version()} language reference"
     return _record(joined.encode(), name)
+
+
+def from_hub(path: str) -> Text:
+    """A text file in a dataset of the hub; path: OWNER/NAME/FILE.
+
+    Raises RecipeError where the hub does not give it.
+    """
+    owner, _, rest = path.partition("/")
+    name, _, file = rest.partition("/")
+    try:
+        found = hf_hub_download(f"{owner}/{name}", file, repo_type="dataset")
+    except (HTTPError, OSError, ValueError) as error:
+        raise RecipeError(
+            f"hf://datasets/{path} cannot be had ({' '.join(str(error).split())}): name a text "
+            "file with --text."
+        ) from None
+    return _record(Path(found).read_bytes(), f"hf://datasets/{path}")
 
 
 def tokenize(

@@ -23,10 +23,10 @@ from transformers import (
 )
 
 from nvfp4cli.errors import CheckpointError, UnsupportedError
-from nvfp4cli.evaluate.model import load, load_tokenizer
 from nvfp4cli.formats import nvfp4
 from nvfp4cli.layouts import LAYOUTS
 from nvfp4cli.layouts.record import Stored
+from nvfp4cli.runtime.model import load, load_tokenizer
 
 TOKENS = torch.arange(24).reshape(2, 12)
 

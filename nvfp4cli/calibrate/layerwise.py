@@ -1,0 +1,355 @@
+"""Calibration text through a model, one decoder layer in memory at a time.
+
+Two models go through the text side by side, batch by batch: the unquantised one, and the one that
+will be served, whose weights and activations are rounded as far as it has come. Within a layer the
+matrices are rounded in the order in which they are computed with, so each sees what the served
+layer gives it.
+
+A layer is run again for every matrix. What has been multiplied once is remembered, as far as memory
+allows: the results are the same, and most of the work is those products.
+"""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from nvfp4cli.calibrate.moments import Moments, Seen
+from nvfp4cli.models.spec import ArchSpec
+from nvfp4cli.runtime.cache import Observed
+from nvfp4cli.runtime.linears import Linears, Site
+from nvfp4cli.runtime.matrices import Matrix, matrices
+from nvfp4cli.runtime.parts import Block, Parts
+
+Group = tuple[str, ...]  # names of matrices with one input and one global scale
+# What has been seen of a group and its matrices, fp32 [out, in] -> what is served instead of them.
+Round = Callable[[Group, list[Tensor], Seen], list[Tensor]]
+# A group and its largest input -> what the served layer makes of an input.
+Activation = Callable[[Group, float], Callable[[Tensor], Tensor]]
+
+
+@dataclass(frozen=True)
+class Manner:
+    """How to calibrate.
+
+    both: run the unquantised model too. static: activations are rounded by the largest input, which
+    is therefore looked for first. remembered: bytes of products that may be kept. moments: bytes of
+    second moments that may be held at a time, of many experts.
+    """
+
+    both: bool
+    static: bool
+    remembered: int
+    moments: int
+
+
+class _Enough(Exception):
+    """Every input that was wanted has been seen."""
+
+
+class _Recall:
+    """Products of one layer that are computed already, within a limit that all batches share."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = self._left = limit
+        self._kept: dict[tuple[int, str, int], Tensor] = {}
+
+    def get(self, batch: int, name: str, call: int) -> Tensor | None:
+        return self._kept.get((batch, name, call))
+
+    def put(self, batch: int, name: str, call: int, product: Tensor) -> None:
+        if product.nbytes <= self._left:
+            self._left -= product.nbytes
+            self._kept[batch, name, call] = product
+
+
+@dataclass
+class _Stream:
+    """One model on its way through a layer.
+
+    hidden: of each batch. activations: by operand, what becomes of inputs. settled: operands whose
+    products stay what they are.
+    """
+
+    block: Block
+    hidden: list[Tensor]
+    found: dict[str, Matrix]
+    recall: _Recall
+    settled: set[str] = field(default_factory=set)
+    activations: dict[str, Callable[[Tensor], Tensor]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._ahead: dict[int, tuple[dict[str, Tensor], Tensor]] = {}
+        # An operand that holds several matrices goes by the first of them.
+        names: dict[int, str] = {}
+        for name, one in self.found.items():
+            names.setdefault(one.operand.data_ptr(), name)
+        self.operand = {name: names[one.operand.data_ptr()] for name, one in self.found.items()}
+        self._sites = [Site(name, self.found[name].operand) for name in names.values()]
+
+    def look_ahead(self) -> None:
+        """Go through the layer once where nothing in it changes any more, as memory allows.
+
+        The inputs of all operands but those of experts are kept, and what the layer puts out.
+        """
+        left = self.recall.limit
+        for batch in range(len(self.hidden)):
+            seen: dict[str, Tensor] = {}
+
+            def see(name: str, x: Tensor, seen: dict[str, Tensor] = seen) -> None:
+                if not _EXPERT.search(name):
+                    seen[name] = x
+
+            output = self._run(batch, see, remember=False)
+            # Matrices that are given the same tensor keep it once.
+            left -= output.nbytes + sum({x.data_ptr(): x.nbytes for x in seen.values()}.values())
+            if left < 0:
+                break
+            self._ahead[batch] = seen, output
+
+    def inputs(self, batch: int, wanted: Sequence[str], *, whole: bool) -> dict[str, Tensor]:
+        """What operands are given, [tokens, K]; an expert that none reaches is left out.
+
+        whole: run the layer to its end, since the operands are called by turns with later ones.
+        """
+        if batch in self._ahead:
+            known, _ = self._ahead[batch]
+            return {name: known[name] for name in wanted if name in known}
+        seen: dict[str, list[Tensor]] = {}
+
+        def see(name: str, x: Tensor) -> None:
+            if name in wanted:
+                seen.setdefault(name, []).append(x)
+                if not whole and len(seen) == len(wanted):
+                    raise _Enough
+
+        with suppress(_Enough):
+            self._run(batch, see)
+        return {name: torch.cat(parts) for name, parts in seen.items()}
+
+    def order(self) -> list[str]:
+        """The operands as they are first called, on the first batch."""
+        called: dict[str, None] = {}
+        self._run(0, lambda name, x: called.setdefault(name))
+        return list(called)
+
+    def advance(self, cache: Observed | None = None) -> None:
+        """Replace the hidden states by what the layer makes of them."""
+        for batch in range(len(self.hidden)):
+            if batch in self._ahead:
+                self.hidden[batch] = self._ahead.pop(batch)[1]
+            else:
+                self.hidden[batch] = self._run(batch, lambda name, x: None, cache)
+
+    @torch.no_grad()
+    def _run(
+        self,
+        batch: int,
+        see: Callable[[str, Tensor], object],
+        cache: Observed | None = None,
+        *,
+        remember: bool = True,
+    ) -> Tensor:
+        recall = _OfBatch(self.recall, batch)
+
+        def change(site: Site, x: Tensor) -> Tensor | None:
+            see(site.name, x)
+            recall.settled = recall.settled and site.name in self.settled
+            act = self.activations.get(site.name)
+            return None if act is None else act(x)
+
+        with Linears(self._sites, change, recall if remember else None):
+            return self.block(self.hidden[batch], cache)
+
+
+@dataclass
+class _OfBatch:
+    """What one pass of a batch may remember: all until a matrix is met that may still change."""
+
+    recall: _Recall
+    batch: int
+    settled: bool = True
+
+    def get(self, name: str, call: int) -> Tensor | None:
+        return self.recall.get(self.batch, name, call) if self.settled else None
+
+    def put(self, name: str, call: int, product: Tensor) -> None:
+        if self.settled:
+            self.recall.put(self.batch, name, call, product)
+
+
+class Walk:
+    """The way of a calibration text through the layers of a model.
+
+    batches: int64 tokens [B, T]. held_out: how many of them, the last, no code is chosen by.
+    """
+
+    def __init__(
+        self,
+        parts: Parts,
+        spec: ArchSpec,
+        batches: Sequence[Tensor],
+        held_out: int,
+        manner: Manner,
+    ) -> None:
+        self._parts, self._spec, self._manner = parts, spec, manner
+        self._fit = len(batches) - held_out
+        self._served = parts.enter(batches)
+        self._full = list(self._served) if manner.both else None
+
+    def layer(
+        self,
+        number: int,
+        groups: Sequence[Group],
+        choose: Round,
+        activation: Activation,
+        cache: Observed | None = None,
+    ) -> None:
+        """Round the groups of a decoder layer in the order of its computation, and go through it.
+
+        choose: called once for each group. activation: what the served layer makes of its inputs.
+        cache: that the served layer's keys and values go through.
+        """
+        load = partial(self._parts.layer, number)
+        served, full = self._block(load, number, groups, choose, activation)
+        served.advance(cache)
+        if full is not None:
+            full.advance()
+
+    def tail(self, groups: Sequence[Group], choose: Round, activation: Activation) -> None:
+        """The same for what follows the layers, such as the output head."""
+        self._block(self._parts.tail, None, groups, choose, activation)
+
+    def _block(
+        self,
+        load: Callable[[], Block],
+        number: int | None,
+        groups: Sequence[Group],
+        choose: Round,
+        activation: Activation,
+    ) -> tuple["_Stream", "_Stream | None"]:
+        names = [name for group in groups for name in group]
+
+        def stream(hidden: list[Tensor], settled: bool) -> _Stream:
+            block = load()
+            found = matrices(self._spec, names, number, block.module)
+            limit = self._manner.remembered // (2 if self._manner.both else 1)
+            one = _Stream(block, hidden, found, _Recall(limit))
+            if settled:
+                one.settled.update(one.operand.values())
+            return one
+
+        served = stream(self._served, settled=False)
+        full = None
+        if self._full is not None:
+            full = stream(self._full, settled=True)
+            full.look_ahead()
+        for step in _steps(groups, served):
+            for chunk in self._chunks(step, served):
+                self._round(chunk, served, full, choose, activation)
+        return served, full
+
+    def _chunks(self, step: list[Group], served: _Stream) -> Iterator[list[Group]]:
+        """As many groups at a time as moments may be held of."""
+        chunk: list[Group] = []
+        held = 0
+        for group in step:
+            width = served.found[group[0]].values.shape[1]
+            size = 4 * width * width * (6 if self._manner.both else 2)
+            if chunk and held + size > self._manner.moments:
+                yield chunk
+                chunk, held = [], 0
+            chunk.append(group)
+            held += size
+        yield chunk
+
+    def _round(
+        self,
+        groups: list[Group],
+        served: _Stream,
+        full: _Stream | None,
+        choose: Round,
+        activation: Activation,
+    ) -> None:
+        operands = {served.operand[group[0]]: group for group in groups}
+        whole = len(groups) > 1
+        if self._manner.static:
+            amax = self._amax(list(operands), served, whole)
+            for operand, group in operands.items():
+                act = activation(group, amax[operand])
+                served.activations.update({served.operand[name]: act for name in group})
+        seen = self._moments(operands, served, full, whole)
+        for operand, group in operands.items():
+            given = [served.found[name].values for name in group]
+            result = choose(group, given, seen[operand])
+            for values, rounded in zip(given, result, strict=True):
+                values.copy_(rounded)
+            served.settled.update(served.operand[name] for name in group)
+
+    def _amax(self, operands: list[str], served: _Stream, whole: bool) -> dict[str, float]:
+        """The largest magnitudes of inputs; of operands that none reaches, that of the others."""
+        found: dict[str, Tensor] = {}
+        for batch in range(len(served.hidden)):
+            for operand, x in served.inputs(batch, operands, whole=whole).items():
+                found[operand] = _larger(found.get(operand), x)
+        values = {operand: amax.item() for operand, amax in found.items()}
+        reached = max(values.values(), default=0.0)
+        return {operand: values.get(operand, reached) for operand in operands}
+
+    def _moments(
+        self, operands: Mapping[str, Group], served: _Stream, full: _Stream | None, whole: bool
+    ) -> dict[str, Seen]:
+        """Of the text to choose by, and of the text held out."""
+        # The two models give experts different tokens, whose products would mean nothing. Experts
+        # are compared on the tokens that the served model gives them.
+        if full is not None and any(_EXPERT.search(name) for name in operands):
+            full = None
+
+        both = self._manner.both
+        seen = {}
+        for operand in operands:
+            width, device = served.found[operand].values.shape[1], served.hidden[0].device
+            seen[operand] = tuple(
+                Moments.zeros(width, device, cross=both, square=both and self._manner.static)
+                for _ in range(2)
+            )
+        found: dict[str, Tensor] = {}
+        for batch in range(len(served.hidden)):
+            theirs = full.inputs(batch, list(operands), whole=whole) if full else {}
+            for operand, x in served.inputs(batch, list(operands), whole=whole).items():
+                found[operand] = _larger(found.get(operand), x)
+                act = served.activations.get(operand)
+                moments = seen[operand][0 if batch < self._fit else 1]
+                moments.add(x if act is None else act(x), theirs.get(operand, x))
+        amax = {operand: value.item() for operand, value in found.items()}
+        reached = max(amax.values(), default=0.0)
+        return {
+            operand: Seen(amax.get(operand, reached), fit, held_out)
+            for operand, (fit, held_out) in seen.items()
+        }
+
+
+def _larger(amax: Tensor | None, x: Tensor) -> Tensor:
+    """The largest magnitude so far; x: [tokens, K], not empty."""
+    found = x.abs().amax()
+    return found if amax is None else torch.maximum(amax, found)
+
+
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
+
+
+def _steps(groups: Sequence[Group], served: _Stream) -> list[list[Group]]:
+    """Groups in the order of their computation, the experts of a layer together."""
+    order = {name: place for place, name in enumerate(served.order())}
+    kinds: dict[Group, list[Group]] = {}
+    for group in groups:
+        kinds.setdefault(tuple(_EXPERT.sub("*", name) for name in group), []).append(group)
+
+    def first(step: list[Group]) -> int:
+        return min(order.get(served.operand[group[0]], len(order)) for group in step)
+
+    return sorted(kinds.values(), key=first)

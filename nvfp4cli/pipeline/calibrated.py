@@ -1,0 +1,198 @@
+"""Jobs of decoder layers quantised by what calibration text shows, layer after layer."""
+
+import json
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nvfp4cli import kernels
+from nvfp4cli.calibrate.layerwise import Group, Manner, Walk
+from nvfp4cli.calibrate.moments import Seen
+from nvfp4cli.calibrate.statistics import Inputs, Statistics
+from nvfp4cli.errors import UnsupportedError
+from nvfp4cli.formats.nvfp4 import GlobalScale
+from nvfp4cli.layouts.record import CacheScales, Stored
+from nvfp4cli.pipeline import compute
+from nvfp4cli.pipeline.compute import Result
+from nvfp4cli.plan.record import Job, Member, Plan
+from nvfp4cli.rotate import fold
+from nvfp4cli.runtime import activations
+from nvfp4cli.runtime.cache import Observed
+from nvfp4cli.runtime.parts import Parts, Tensors
+
+# Tokens that go through a layer at a time, or one sequence.
+_BATCH = {"cpu": 4096, "cuda": 32768}
+_HOST_BYTES = 6 << 30  # of a host's memory, used for speed and for the moments of experts
+_HELD_OUT = 8  # of so many sequences one is held out
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """tokens: int64 [sequences, length]. facts: of the text, for the record."""
+
+    tokens: Tensor
+    facts: dict[str, str | int]
+
+
+def facts_of(plan: Plan) -> dict[str, Any]:
+    """What of a plan statistics hold for."""
+    return {
+        "model_type": plan.source.checkpoint.config.get("model_type"),
+        "rotation": plan.facts.rotation,
+    }
+
+
+class Layers:
+    """The quantised jobs of a plan, layer by layer in the order of a forward pass.
+
+    statistics: fill up as layers are done.
+    """
+
+    def __init__(self, plan: Plan, calibration: Calibration, device: torch.device) -> None:
+        assert plan.spec is not None
+        self._plan = plan
+        self.statistics = Statistics({**calibration.facts, **facts_of(plan)})
+        config = json.loads(plan.files["config.json"])
+        parts = Parts(config, folded(plan), dtype=torch.float32, device=str(device))
+        fit, held_out = _batches(calibration.tokens, _BATCH[device.type])
+        recipe = plan.recipe
+        memory = _memory(device)
+        manner = Manner(
+            both="gptq" in recipe.method,
+            static=recipe.scheme == "w4a4",
+            remembered=memory // 3,
+            moments=memory // 3,
+        )
+        self._layers = len(parts)
+        self._walk = Walk(parts, plan.spec, [*fit, *held_out], len(held_out), manner)
+
+    def work(self, stage: str, jobs: Sequence[Job]) -> dict[int, tuple[list[Result], list[str]]]:
+        """Results and warnings of the jobs of a stage that need calibration, by their places."""
+        with _tensor_cores():
+            return self._work(stage, jobs)
+
+    def _work(self, stage: str, jobs: Sequence[Job]) -> dict[int, tuple[list[Result], list[str]]]:
+        number = stage_number(stage)
+        places = {
+            tuple(member.module for member in job.members): place
+            for place, job in enumerate(jobs)
+            if job.members[0].action == "quantize"
+        }
+        caches = {
+            place: job.members[0].module
+            for place, job in enumerate(jobs)
+            if job.members[0].action == "cache"
+        }
+        found: dict[int, tuple[list[Result], list[str]]] = {}
+
+        def choose(group: Group, weights: list[Tensor], seen: Seen) -> list[Tensor]:
+            stored, warnings = self._quantized(jobs[places[group]], weights, seen)
+            found[places[group]] = [on_host(one) for one in stored], warnings
+            return [kernels.dequantize(one.weight, torch.float32) for one in stored]
+
+        if number is not None and number < self._layers:
+            cache = Observed() if caches else None
+            self._walk.layer(number, list(places), choose, _activation, cache)
+            for place, attention in caches.items():
+                found[place] = [self._cache(attention, cache)], []
+        elif places:
+            self._walk.tail(list(places), choose, _activation)
+        return found
+
+    def _cache(self, attention: str, cache: Observed | None) -> CacheScales:
+        assert cache is not None
+        if cache.keys_amax is None or cache.values_amax is None:
+            raise UnsupportedError(
+                f"{attention} hands no keys and values to a cache in transformers, so that their "
+                "scales cannot be found: leave out --kv-cache."
+            )
+        key, value = cache.keys_amax.item(), cache.values_amax.item()
+        self.statistics.keys[attention], self.statistics.values[attention] = key, value
+        return CacheScales.from_amax(key, value)
+
+    def _quantized(
+        self, job: Job, weights: list[Tensor], seen: Seen
+    ) -> tuple[list[Stored], list[str]]:
+        for member in job.members:
+            square = (seen.fit + seen.held_out).mean_square
+            self.statistics.inputs[member.module] = Inputs(seen.amax, square, seen.tokens)
+        maxima = [kernels.amax(weight) for weight in weights]
+        compute.check_maxima(job, maxima, self._plan.source.read)
+        recipe = self._plan.recipe
+        results, warnings = compute.calibrated(job, weights, maxima, recipe, seen)
+        if seen.tokens == 0:
+            warnings.append(
+                f"No token of the calibration text has reached {job.members[0].module}."
+            )
+        return results, warnings
+
+
+@contextmanager
+def _tensor_cores() -> Iterator[None]:
+    """TF32 on a GPU, some ten times as fast: sums over thousands of tokens bear its rounding."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def _activation(group: Group, amax: float) -> Callable[[Tensor], Tensor]:
+    """What a layer with a static input scale makes of its input."""
+    return activations.static(GlobalScale.from_amax(amax))
+
+
+def on_host(stored: Stored) -> Stored:
+    """The same in the memory that files are written from."""
+    weight = stored.weight
+    host = replace(weight, packed=weight.packed.cpu(), block_scale=weight.block_scale.cpu())
+    return replace(stored, weight=host)
+
+
+def folded(plan: Plan) -> Tensors:
+    """How each tensor of the folded model is read, unquantised, under the source's names."""
+    found: dict[str, Callable[[], Tensor]] = {}
+    for member in plan.members:
+        if member.action == "cache":
+            continue
+        found.setdefault(
+            member.source.name if member.piece else member.name, partial(_folded, plan, member)
+        )
+    return found
+
+
+def _folded(plan: Plan, member: Member) -> Tensor:
+    read = plan.source.read
+    data = read(member.source.name)
+    if not member.edits:
+        return data
+    turned = member.piece.transposed if member.piece else member.transposed
+    return fold.apply(data, member.edits, read, transposed=turned)
+
+
+def _batches(tokens: Tensor, limit: int) -> tuple[list[Tensor], list[Tensor]]:
+    """To choose by, and held out: [B, T] each, of at most `limit` tokens or one sequence."""
+    held_out = max(1, len(tokens) // _HELD_OUT)
+    size = max(1, limit // tokens.shape[1])
+    return list(tokens[:-held_out].split(size)), list(tokens[-held_out:].split(size))
+
+
+def _memory(device: torch.device) -> int:
+    """Bytes that are free for what is remembered."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free // 2
+    return _HOST_BYTES
+
+
+def stage_number(stage: str) -> int | None:
+    """The number of the decoder layer in a job's stage."""
+    found = re.fullmatch(r"layer (\d+)", stage)
+    return int(found[1]) if found else None

@@ -1,0 +1,65 @@
+"""Keys and values as they enter the cache, seen or rounded on their way."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache
+
+from nvfp4cli.formats import e4m3
+
+
+class Observed(DynamicCache):
+    """A cache that keeps nothing but the largest magnitudes; use it for whole sequences only.
+
+    Every attention of transformers hands its keys, with their positions, and its values to the
+    cache, whatever computes with them then.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keys_amax: Tensor | None = None
+        self.values_amax: Tensor | None = None
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *arguments: Any, **keywords: Any
+    ) -> tuple[Tensor, Tensor]:
+        """[B, heads, T, d] each; returned as they are."""
+        self.keys_amax = _larger(self.keys_amax, key_states)
+        self.values_amax = _larger(self.values_amax, value_states)
+        return key_states, value_states
+
+
+class Fp8(DynamicCache):
+    """A cache that rounds to E4M3 under fixed scales and keeps nothing.
+
+    scales: of keys and values by the number of the layer, the multipliers amax / 448.
+    """
+
+    def __init__(self, scales: dict[int, tuple[float, float]]) -> None:
+        super().__init__()
+        self._scales = scales
+
+    def update(
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *arguments: Any,
+        **keywords: Any,
+    ) -> tuple[Tensor, Tensor]:
+        """[B, heads, T, d] each; returned as attention reads them back."""
+        if layer_idx not in self._scales:
+            return key_states, value_states
+        key, value = self._scales[layer_idx]
+        return _rounded(key_states, key), _rounded(value_states, value)
+
+
+def _rounded(x: Tensor, scale: float) -> Tensor:
+    magnitude = e4m3.decode(e4m3.round_to_bytes((x.to(torch.float32) / scale).abs()))
+    return torch.copysign(magnitude * scale, x).to(x.dtype)
+
+
+def _larger(amax: Tensor | None, x: Tensor) -> Tensor:
+    found = x.abs().amax()
+    return found if amax is None else torch.maximum(amax, found)

@@ -1,0 +1,137 @@
+"""A written checkpoint as it is served: with the activations that it declares."""
+
+import math
+import re
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from nvfp4cli.checkpoint.reader import open_checkpoint
+from nvfp4cli.errors import UnsupportedError, WeightError
+from nvfp4cli.formats.nvfp4 import GlobalScale
+from nvfp4cli.layouts import StoredWeights, open_weights
+from nvfp4cli.models import spec as specs
+from nvfp4cli.runtime import activations
+from nvfp4cli.runtime.cache import Fp8
+from nvfp4cli.runtime.linears import Linears, Site
+from nvfp4cli.runtime.matrices import of_model
+from nvfp4cli.runtime.model import load
+
+# none: activations stay as they are computed. four-over-six: see `activations.Rule`.
+Activations = Literal["declared", "none", "four-over-six"]
+
+
+class Served:
+    """A causal language model whose linear layers round their inputs, and whose cache its contents.
+
+    Called as transformers' model is. rounding: of inputs, by the name of the site. caches: scales
+    of keys and values by the number of the layer.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        sites: list[Site],
+        rounding: dict[str, Callable[[Tensor], Tensor]],
+        caches: dict[int, tuple[float, float]],
+    ) -> None:
+        self._model, self._sites, self._rounding, self._caches = model, sites, rounding, caches
+
+    @property
+    def config(self) -> PreTrainedConfig:
+        """Of the model."""
+        config: PreTrainedConfig = self._model.config
+        return config
+
+    @property
+    def device(self) -> torch.device:
+        """Where it computes."""
+        return self._model.device
+
+    def __call__(self, **arguments: Any) -> Any:
+        def given(site: Site, x: Tensor) -> Tensor:
+            return self._rounding[site.name](x)
+
+        if self._caches:
+            arguments["past_key_values"] = Fp8(self._caches)
+        with Linears(self._sites, given):
+            return self._model(**arguments)
+
+
+def serve(
+    folder: Path, mode: Activations, *, dtype: torch.dtype, device: str
+) -> PreTrainedModel | Served:
+    """The model of a checkpoint with its activations and its cache rounded as `mode` says.
+
+    Raises what `model.load` raises, and UnsupportedError where the architecture is not known, so
+    that it cannot be said which product a weight belongs to.
+    """
+    checkpoint = open_checkpoint(folder)
+    weights = open_weights(checkpoint)
+    model = load(folder, dtype=dtype, device=device)
+    caches = cache_scales(weights)
+    if mode == "none" or not (weights.activations or caches):
+        return model
+    sites: list[Site] = []
+    rounding: dict[str, Callable[[Tensor], Tensor]] = {}
+    if weights.activations:
+        rule: activations.Rule = "four-over-six" if mode == "four-over-six" else "amax"
+        for site, scale in _scales(weights, model):
+            sites.append(site)
+            rounding[site.name] = activations.static(scale, rule)
+    return Served(model, sites, rounding, caches)
+
+
+def served(folder: Path, mode: Activations) -> str:
+    """What `serve` rounds of a checkpoint, for people."""
+    weights = open_weights(open_checkpoint(folder))
+    found = []
+    if mode != "none" and weights.activations:
+        four = ", four-over-six" if mode == "four-over-six" else ""
+        found.append(f"inputs of linear layers to NVFP4 under static scales{four}")
+    if mode != "none" and cache_scales(weights):
+        found.append("keys and values to FP8")
+    return " and ".join(found) or "none"
+
+
+def cache_scales(weights: StoredWeights) -> dict[int, tuple[float, float]]:
+    """Scales of keys and values by the number of the layer; none of a layer that lacks one.
+
+    Raises WeightError where one is no usable number.
+    """
+    found: dict[int, dict[str, float]] = {}
+    for name in weights.auxiliary:
+        if match := _CACHE_SCALE.search(name):
+            value = weights.checkpoint.read(name).item()
+            if not 0 < value < math.inf:
+                raise WeightError(
+                    f"{name} is {value}, and a scale must be positive: quantise the source again."
+                )
+            found.setdefault(int(match[1]), {})[match[2]] = value
+    return {layer: (one["k"], one["v"]) for layer, one in found.items() if len(one) == 2}
+
+
+_CACHE_SCALE = re.compile(r"\.(\d+)\..*\.([kv])_scale$")
+
+
+def _scales(weights: StoredWeights, model: PreTrainedModel) -> Iterable[tuple[Site, GlobalScale]]:
+    """Where a model multiplies by quantised weights, and the input scale there."""
+    checkpoint = weights.checkpoint
+    path = specs.beside(checkpoint.folder, checkpoint.config.get("model_type"))
+    if path is None:
+        raise UnsupportedError(
+            f"The architecture of {checkpoint.folder} is not known, so that its activations cannot "
+            "be rounded: measure the weights alone with --activations none."
+        )
+    spec = specs.load_for(checkpoint.config, weights.names, path)
+    found: dict[int, tuple[Site, GlobalScale]] = {}
+    for name, one in of_model(spec, weights.quantized, model).items():
+        scale, place = weights.input_scale(name), one.operand.data_ptr()
+        # Matrices with one operand have one input, and engines take the larger scale of them.
+        if place not in found or found[place][1].multiplier < scale.multiplier:
+            found[place] = Site(name, one.operand), scale
+    return found.values()
