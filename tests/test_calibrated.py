@@ -1,12 +1,14 @@
 """Checkpoints quantised by what a calibration text shows, from the command line."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
 from command import contents, quantize
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nvfp4cli import pipeline
@@ -233,3 +235,18 @@ def test_a_gpu_brings_it_as_near(llama, tmp_path, text, capsys, scheme):
         assert main(argv) == 0
         found.append(kl(out, llama, text, capsys))
     assert found[1] == pytest.approx(found[0], rel=0.1)
+
+
+def test_inputs_that_are_not_finite_are_an_error(llama, tmp_path, text, capsys):
+    """Finite weights whose products overflow."""
+    folder = tmp_path / "model"
+    shutil.copytree(llama, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.self_attn.v_proj.weight"] *= 1e38
+    tensors["model.layers.0.self_attn.o_proj.weight"] *= 1e38
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    out = tmp_path / "out"
+    argv = (folder, out, "--layout", "modelopt", "--method", "gptq", "--text", text, *SHORT)
+    assert quantize(*argv) == 1
+    assert "are not finite on the calibration text" in capsys.readouterr().err
+    assert not out.exists()

@@ -1,6 +1,7 @@
 """Jobs of decoder layers quantised by what calibration text shows, layer after layer."""
 
 import json
+import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from nvfp4cli import kernels
 from nvfp4cli.calibrate.layerwise import Group, Manner, Walk
 from nvfp4cli.calibrate.moments import Seen
 from nvfp4cli.calibrate.statistics import Inputs, Statistics
-from nvfp4cli.errors import UnsupportedError
+from nvfp4cli.errors import UnsupportedError, WeightError
 from nvfp4cli.formats.nvfp4 import GlobalScale
 from nvfp4cli.layouts.record import CacheScales, Stored
 from nvfp4cli.pipeline import compute
@@ -74,8 +75,14 @@ class Layers:
 
     def work(self, stage: str, jobs: Sequence[Job]) -> dict[int, tuple[list[Result], list[str]]]:
         """Results and warnings of the jobs of a stage that need calibration, by their places."""
-        with _tensor_cores():
-            return self._work(stage, jobs)
+        try:
+            with _tensor_cores():
+                return self._work(stage, jobs)
+        except torch.OutOfMemoryError:
+            raise UnsupportedError(
+                f"The GPU has too little free memory to calibrate {stage}: take fewer --sequences, "
+                "or use --device cpu."
+            ) from None
 
     def _work(self, stage: str, jobs: Sequence[Job]) -> dict[int, tuple[list[Result], list[str]]]:
         number = stage_number(stage)
@@ -122,6 +129,11 @@ class Layers:
         for member in job.members:
             square = (seen.fit + seen.held_out).mean_square
             self.statistics.inputs[member.module] = Inputs(seen.amax, square, seen.tokens)
+        if not math.isfinite(seen.amax):
+            raise WeightError(
+                f"The inputs of {job.members[0].module} are not finite on the calibration text: "
+                "look for the tensor with `nvfp4 inspect MODEL --strict`, or name another text."
+            )
         maxima = [kernels.amax(weight) for weight in weights]
         compute.check_maxima(job, maxima, self._plan.source.read)
         recipe = self._plan.recipe

@@ -1,5 +1,7 @@
 """Keys and values as they enter the cache, seen or rounded on their way."""
 
+import inspect
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -7,6 +9,15 @@ from torch import Tensor
 from transformers import DynamicCache
 
 from nvfp4cli.formats import e4m3
+
+# What modules call their cache, in the order of the releases of transformers.
+_NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
+
+
+def parameter(forward: Callable[..., Any]) -> str:
+    """The name of a forward function's parameter that takes a cache."""
+    known = inspect.signature(forward).parameters
+    return next(name for name in _NAMES if name in known)
 
 
 class Observed(DynamicCache):

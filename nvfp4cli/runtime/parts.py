@@ -29,6 +29,7 @@ from transformers import (
 )
 
 from nvfp4cli.errors import CheckpointError, UnsupportedError
+from nvfp4cli.runtime.cache import parameter
 from nvfp4cli.runtime.matrices import decoder_layers
 from nvfp4cli.runtime.model import LazyTensor, decoded
 
@@ -37,10 +38,6 @@ Tensors = Mapping[str, Callable[[], Tensor]]
 
 # Of one layer, by the shape [B, T] of the tokens: what it is called with beside hidden states.
 Calls = dict[tuple[int, ...], tuple[tuple[Any, ...], dict[str, Any]]]
-
-
-# What layers call their cache, in the order of the releases of transformers.
-_CACHES = ("cache", "past_key_values", "past_key_value", "layer_past")
 
 
 @dataclass
@@ -78,8 +75,7 @@ class _Layer:
         given = (hidden, *arguments)
         if cache is not None:
             bound = inspect.signature(self.module.forward).bind_partial(*given, **keywords)
-            name = next(name for name in _CACHES if name in bound.signature.parameters)
-            bound.arguments[name] = cache
+            bound.arguments[parameter(self.module.forward)] = cache
             given, keywords = bound.args, bound.kwargs
         output = self.module(*given, **keywords)
         self.form.tuples = isinstance(output, tuple)

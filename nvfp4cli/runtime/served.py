@@ -16,7 +16,7 @@ from nvfp4cli.formats.nvfp4 import GlobalScale
 from nvfp4cli.layouts import StoredWeights, open_weights
 from nvfp4cli.models import spec as specs
 from nvfp4cli.runtime import activations
-from nvfp4cli.runtime.cache import Fp8
+from nvfp4cli.runtime.cache import Fp8, parameter
 from nvfp4cli.runtime.linears import Linears, Site
 from nvfp4cli.runtime.matrices import of_model
 from nvfp4cli.runtime.model import load
@@ -57,7 +57,7 @@ class Served:
             return self._rounding[site.name](x)
 
         if self._caches:
-            arguments["past_key_values"] = Fp8(self._caches)
+            arguments[parameter(self._model.forward)] = Fp8(self._caches)
         with Linears(self._sites, given):
             return self._model(**arguments)
 

@@ -17,9 +17,8 @@ from nvfp4cli.runtime.parts import Parts
 # Tied heads, Conv1D, tuples put out by layers, experts apart and together, windows, two levels of
 # names, state spaces, buffers that the model around the layers fills.
 TYPES = [
-    "llama", "gpt2", "opt", "phi", "gemma2", "gemma3", "cohere2", "mixtral", "granitemoe",
+    "llama", "gpt2", "opt", "starcoder2", "gemma2", "gemma3", "cohere2", "mixtral", "granitemoe",
     "gpt_oss", "llama4_text", "deepseek_v3", "glm4_moe", "qwen3_next", "lfm2", "falcon_h1",
-    "stablelm",
 ]  # fmt: skip
 TOKENS = torch.arange(24).reshape(2, 12)
 
