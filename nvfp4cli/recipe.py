@@ -20,6 +20,7 @@ MTP = ("keep", "drop")
 METHODS = ("rtn", "four-over-six", "mse", "gptq")
 SCALES = ("rtn", "four-over-six", "mse")
 KV_CACHES = ("none", "fp8")
+RANDOM_TEXT = "random"
 
 _CHOICES = {
     "scheme": SCHEMES,
@@ -44,18 +45,17 @@ class Recipe:
     """How a checkpoint is converted.
 
     scheme: w4a16 (NVFP4 weights), w4a4 (activations too, with static global scales) or none (folds
-    only). method: how codes are chosen: to nearest (rtn, four-over-six, mse) or with the errors
-    that calibration text shows made good by later ones (gptq). scales: how the scale of a block is
-    chosen under gptq. kv_cache: the format that engines keep keys and values in, with
-    scales from calibration. text: file of the calibration text, of which the first `sequences` of
-    `sequence_length` tokens are used; None: a text that comes with the tool. keep_first, keep_last:
-    decoder layers at the ends that stay in the source dtype.
-    layout: on-disk convention. rotate: which rotations are folded in, of which rotation_kind, from
-    which seed. ignore: patterns of modules
-    that stay in the source dtype. include: patterns of modules that are quantised although the
-    architecture's spec keeps them (lm_head). dtype: of the tensors that are not quantised. mtp:
-    whether layers that predict further tokens (speculative decoding) are kept, in the source dtype,
-    or left out. max_shard_size: of an output file, such as "5GB".
+    only). method: how codes are chosen: to nearest (rtn, four-over-six, mse), or with errors made
+    good by what calibration text shows (gptq). scales: how the scale of a block is chosen under
+    gptq. kv_cache: the format that engines keep keys and values in, with scales from calibration.
+    text: file of the calibration text, of which the first `sequences` of `sequence_length` tokens
+    are used, or "random", for tokens drawn from `seed`; None: a text that comes with the tool.
+    keep_first, keep_last: decoder layers at the ends that stay in the source dtype. layout: on-disk
+    convention. rotate: which rotations are folded in, of which rotation_kind, from which seed.
+    ignore: patterns of modules that stay in the source dtype. include: patterns of modules that are
+    quantised although the architecture's spec keeps them (lm_head). dtype: of the tensors that are
+    not quantised. mtp: whether layers that predict further tokens (speculative decoding) are kept,
+    in the source dtype, or left out. max_shard_size: of an output file, such as "5GB".
 
     Raises RecipeError for a value that makes no sense.
     """
@@ -87,8 +87,11 @@ class Recipe:
     @property
     def needs_text(self) -> bool:
         """The run has to see what the model computes of a calibration text."""
-        shown = self.method == "gptq" or self.scheme == "w4a4" or self.kv_cache != "none"
-        return self.scheme != "none" and (shown or self.text is not None)
+        if self.scheme == "none":
+            return False
+        weighed = self.method == "mse" and self.text is not None
+        scaled = self.scheme == "w4a4" or self.kv_cache != "none"
+        return weighed or scaled or self.method == "gptq"
 
     @property
     def block_scales(self) -> str:

@@ -17,8 +17,8 @@ import transformers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from nvfp4cli import pipeline
+from nvfp4cli.calibrate.text import Sequences
 from nvfp4cli.checkpoint.reader import open_checkpoint
-from nvfp4cli.pipeline.calibrated import Calibration
 from nvfp4cli.plan.quantize import plan_quantize
 from nvfp4cli.recipe import Recipe
 
@@ -61,7 +61,7 @@ def main() -> None:
         shape = options.sequences, options.length
         tokens = torch.randint(VOCABULARY, shape, generator=generator)
         began = time.perf_counter()
-        for event in pipeline.measure(plan, Calibration(tokens, {}), device):
+        for event in pipeline.measure(plan, Sequences(tokens, {}), device):
             now = time.perf_counter()
             print(f"{event.stage}: {now - began:.1f} s", flush=True)
             began = now

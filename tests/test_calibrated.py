@@ -1,5 +1,6 @@
 """Checkpoints quantised by what a calibration text shows, from the command line."""
 
+import hashlib
 import json
 import shutil
 from collections.abc import Callable
@@ -7,16 +8,17 @@ from pathlib import Path
 
 import pytest
 import torch
+import yaml
 from command import contents, quantize
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from nvfp4cli import pipeline
 from nvfp4cli.calibrate.statistics import Statistics
+from nvfp4cli.calibrate.text import Sequences
 from nvfp4cli.checkpoint.reader import open_checkpoint
 from nvfp4cli.cli.app import main
 from nvfp4cli.layouts import StoredWeights, open_weights
-from nvfp4cli.pipeline.calibrated import Calibration
 from nvfp4cli.plan.quantize import plan_quantize
 from nvfp4cli.recipe import Recipe
 from nvfp4cli.runtime.model import load, load_tokenizer
@@ -187,7 +189,7 @@ def test_random_tokens_need_no_text(llama, tmp_path, text, capsys):
 
 def test_a_killed_run_is_continued_to_the_same_bytes(llama, tmp_path, text):
     recipe = Recipe(layout="modelopt", method="gptq", text=text, max_shard_size="60KB")
-    found = Calibration(tokens(llama, text), {"text": text})
+    found = Sequences(tokens(llama, text), {"text": text})
 
     def running(out: Path, resume: bool):
         plan = plan_quantize(
@@ -237,7 +239,8 @@ def test_a_gpu_brings_it_as_near(llama, tmp_path, text, capsys, scheme):
     assert found[1] == pytest.approx(found[0], rel=0.1)
 
 
-def test_inputs_that_are_not_finite_are_an_error(llama, tmp_path, text, capsys):
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a4"])
+def test_inputs_that_are_not_finite_are_an_error(llama, tmp_path, text, capsys, scheme):
     """Finite weights whose products overflow."""
     folder = tmp_path / "model"
     shutil.copytree(llama, folder)
@@ -247,6 +250,45 @@ def test_inputs_that_are_not_finite_are_an_error(llama, tmp_path, text, capsys):
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     out = tmp_path / "out"
     argv = (folder, out, "--layout", "modelopt", "--method", "gptq", "--text", text, *SHORT)
-    assert quantize(*argv) == 1
+    assert quantize(*argv, "--scheme", scheme) == 1
     assert "are not finite on the calibration text" in capsys.readouterr().err
     assert not out.exists()
+
+
+def test_a_matrix_of_zeros_is_stored_as_zeros(llama, tmp_path, text, capsys):
+    folder = tmp_path / "model"
+    shutil.copytree(llama, folder)
+    tensors = load_file(folder / "model.safetensors")
+    name = "model.layers.0.mlp.down_proj"
+    tensors[f"{name}.weight"].zero_()
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    options = ("--layout", "modelopt", "--method", "gptq", "--scheme", "w4a4", "--text", text)
+    weights = written(folder, tmp_path / "out", *options, *SHORT)
+    assert not weights.tensor(f"{name}.weight").any()
+    assert "holds only zeros: it is stored as zeros" in capsys.readouterr().err
+
+
+def test_the_record_names_the_text(llama, tmp_path, text):
+    out = tmp_path / "out"
+    written(llama, out, "--layout", "modelopt", "--scheme", "w4a4", "--text", text, *SHORT)
+    record = yaml.safe_load((out / "nvfp4.yaml").read_text())
+    assert record["calibration"] == {
+        "text": text,
+        "text_sha256": hashlib.sha256(Path(text).read_bytes()).hexdigest(),
+        "sequences": 8,
+        "sequence_length": 32,
+    }
+    written(llama, tmp_path / "again", "--recipe", str(out / "nvfp4.yaml"))
+    assert contents(tmp_path / "again") == contents(out)
+
+
+def test_options_that_do_nothing_are_said(llama, tmp_path, text, capsys):
+    for options, sentence in (
+        (("--text", text), "--text does nothing where nothing is calibrated"),
+        (("--scales", "rtn"), "--scales does nothing with --method rtn"),
+        (("--sequences", "9", "--method", "mse"), "--sequences does nothing where nothing is"),
+    ):
+        assert quantize(llama, tmp_path / "out", "--strict", *options) == 1
+        assert sentence in capsys.readouterr().err
+    random = ("--method", "mse", "--text", "random", "--seed", "3", "--dry-run", "--strict")
+    assert quantize(llama, tmp_path / "out", *random) == 0

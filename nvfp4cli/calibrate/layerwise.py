@@ -10,7 +10,7 @@ allows: the results are the same, and most of the work is those products.
 """
 
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,7 +20,7 @@ from torch import Tensor
 
 from nvfp4cli.calibrate.moments import Moments, Seen
 from nvfp4cli.models.spec import ArchSpec
-from nvfp4cli.runtime.cache import Observed
+from nvfp4cli.runtime.cache import Observed, larger
 from nvfp4cli.runtime.linears import Linears, Site
 from nvfp4cli.runtime.matrices import Matrix, matrices
 from nvfp4cli.runtime.parts import Block, Parts
@@ -282,7 +282,7 @@ class Walk:
             for operand, group in operands.items():
                 act = activation(group, amax[operand])
                 served.activations.update({served.operand[name]: act for name in group})
-        seen = self._moments(operands, served, full, whole)
+        seen = self._moments(list(operands), served, full, whole)
         for operand, group in operands.items():
             given = [served.found[name].values for name in group]
             result = choose(group, given, seen[operand])
@@ -295,13 +295,13 @@ class Walk:
         found: dict[str, Tensor] = {}
         for batch in range(len(served.hidden)):
             for operand, x in served.inputs(batch, operands, whole=whole).items():
-                found[operand] = _larger(found.get(operand), x)
+                found[operand] = larger(found.get(operand), x)
         values = {operand: amax.item() for operand, amax in found.items()}
         reached = max(values.values(), default=0.0)
         return {operand: values.get(operand, reached) for operand in operands}
 
     def _moments(
-        self, operands: Mapping[str, Group], served: _Stream, full: _Stream | None, whole: bool
+        self, operands: list[str], served: _Stream, full: _Stream | None, whole: bool
     ) -> dict[str, Seen]:
         """Of the text to choose by, and of the text held out."""
         # The two models give experts different tokens, whose products would mean nothing. Experts
@@ -319,9 +319,9 @@ class Walk:
             )
         found: dict[str, Tensor] = {}
         for batch in range(len(served.hidden)):
-            theirs = full.inputs(batch, list(operands), whole=whole) if full else {}
-            for operand, x in served.inputs(batch, list(operands), whole=whole).items():
-                found[operand] = _larger(found.get(operand), x)
+            theirs = full.inputs(batch, operands, whole=whole) if full else {}
+            for operand, x in served.inputs(batch, operands, whole=whole).items():
+                found[operand] = larger(found.get(operand), x)
                 act = served.activations.get(operand)
                 moments = seen[operand][0 if batch < self._fit else 1]
                 moments.add(x if act is None else act(x), theirs.get(operand, x))
@@ -331,12 +331,6 @@ class Walk:
             operand: Seen(amax.get(operand, reached), fit, held_out)
             for operand, (fit, held_out) in seen.items()
         }
-
-
-def _larger(amax: Tensor | None, x: Tensor) -> Tensor:
-    """The largest magnitude so far; x: [tokens, K], not empty."""
-    found = x.abs().amax()
-    return found if amax is None else torch.maximum(amax, found)
 
 
 _EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")

@@ -1,6 +1,7 @@
 """What a method has to know of the inputs of a linear layer."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -83,7 +84,7 @@ class Seen:
     fit: Moments
     held_out: Moments
 
-    @property
-    def tokens(self) -> int:
-        """All that have reached the group."""
-        return self.fit.tokens + self.held_out.tokens
+    @cached_property
+    def whole(self) -> Moments:
+        """Of all the text."""
+        return self.fit + self.held_out

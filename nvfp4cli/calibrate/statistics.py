@@ -57,7 +57,7 @@ class Statistics:
         tensors: dict[str, Tensor] = {}
         for module, one in self.inputs.items():
             tensors[module + _AMAX] = torch.tensor(one.amax)
-            tensors[module + _SQUARE] = one.mean_square.to(torch.float32).cpu().contiguous()
+            tensors[module + _SQUARE] = one.mean_square.to("cpu", torch.float32).clone()
             tensors[module + _TOKENS] = torch.tensor(one.tokens)
         for suffix, found in ((_KEYS, self.keys), (_VALUES, self.values)):
             tensors |= {name + suffix: torch.tensor(amax) for name, amax in found.items()}

@@ -4,42 +4,36 @@ from pathlib import Path
 
 from nvfp4cli import pipeline
 from nvfp4cli.calibrate.statistics import Statistics
-from nvfp4cli.calibrate.text import at_random, calibration_text, cut
+from nvfp4cli.calibrate.text import Sequences, at_random, calibration_text, cut
 from nvfp4cli.cli import console
 from nvfp4cli.cli.device import pick
 from nvfp4cli.cli.source import Source
 from nvfp4cli.errors import CheckpointError
 from nvfp4cli.pipeline import compute
-from nvfp4cli.pipeline.calibrated import Calibration, facts_of
+from nvfp4cli.pipeline.calibrated import facts_of
 from nvfp4cli.plan.quantize import plan_quantize
 from nvfp4cli.plan.record import Plan
-from nvfp4cli.recipe import Recipe
+from nvfp4cli.recipe import RANDOM_TEXT, Recipe
 from nvfp4cli.runtime.model import load_tokenizer
 from nvfp4cli.runtime.text import leading_bos, tokenize
 
-RANDOM = "random"
 
-
-def sequences(plan: Plan) -> Calibration:
+def sequences(plan: Plan) -> Sequences:
     """The text that a plan's recipe asks for, as tokens of its source's tokenizer."""
     recipe = plan.recipe
-    if recipe.text == RANDOM:
+    if recipe.text == RANDOM_TEXT:
         assert plan.spec is not None
         sizes = plan.spec.sizes(plan.spec.language(plan.source.checkpoint.config))
-        drawn = at_random(
-            sizes["vocab_size"], recipe.sequences, recipe.sequence_length, recipe.seed
-        )
-        return Calibration(drawn.tokens, drawn.facts)
+        return at_random(sizes["vocab_size"], recipe.sequences, recipe.sequence_length, recipe.seed)
     text = calibration_text(recipe.text)
     tokenizer = load_tokenizer(plan.source.checkpoint.folder)
-    found = cut(
+    return cut(
         tokenize(tokenizer, text.text),
         text,
         recipe.sequences,
         recipe.sequence_length,
         leading_bos(tokenizer),
     )
-    return Calibration(found.tokens, found.facts)
 
 
 def calibrate(source: Source, out: Path, recipe: Recipe, device: str, *, as_json: bool) -> None:
@@ -51,12 +45,12 @@ def calibrate(source: Source, out: Path, recipe: Recipe, device: str, *, as_json
     plan = plan_quantize(
         checkpoint, recipe, model=source.model, arch_spec=source.arch_spec, strict=False
     )
-    calibration = sequences(plan)
-    console.say(sentence(calibration))
+    text = sequences(plan)
+    console.say(sentence(text))
     found: list[str] = []
     with console.progress_bar() as bar:
         task = bar.add_task("starting", total=plan.source_bytes)
-        running = pipeline.measure(plan, calibration, chosen)
+        running = pipeline.measure(plan, text, chosen)
         while True:
             try:
                 event = next(running)
@@ -97,7 +91,7 @@ def reuse(path: Path, plan: Plan) -> Statistics:
     return statistics
 
 
-def sentence(calibration: Calibration) -> str:
+def sentence(text: Sequences) -> str:
     """What is calibrated on, for people."""
-    count, length = calibration.tokens.shape
-    return f"Calibrating on {calibration.facts['text']}, {count} sequences of {length} tokens."
+    count, length = text.tokens.shape
+    return f"Calibrating on {text.facts['text']}, {count} sequences of {length} tokens."

@@ -71,7 +71,9 @@ Strict = Annotated[
     ),
 ]
 Device = Annotated[str, typer.Option(metavar="auto|cpu|cuda", help="Where to compute.")]
-Seed = Annotated[int | None, typer.Option(show_default=str(Recipe.seed), help="Of the rotations.")]
+Seed = Annotated[
+    int | None, typer.Option(show_default=str(Recipe.seed), help="Of rotations and random tokens.")
+]
 Method = Annotated[
     str | None,
     typer.Option(

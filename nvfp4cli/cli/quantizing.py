@@ -9,17 +9,17 @@ from typing import Any
 
 from nvfp4cli import pipeline
 from nvfp4cli.calibrate.statistics import Statistics
+from nvfp4cli.calibrate.text import Sequences
 from nvfp4cli.checkpoint.reader import open_checkpoint
 from nvfp4cli.cli import calibrating, console
 from nvfp4cli.cli.device import pick
 from nvfp4cli.cli.source import Source
 from nvfp4cli.errors import RecipeError
 from nvfp4cli.layouts import LAYOUTS
-from nvfp4cli.pipeline.calibrated import Calibration
 from nvfp4cli.plan.convert import plan_convert
 from nvfp4cli.plan.quantize import plan_quantize
 from nvfp4cli.plan.record import Plan
-from nvfp4cli.recipe import Recipe
+from nvfp4cli.recipe import RANDOM_TEXT, Recipe
 
 # What works for this share of the time holds up everything else.
 _BUSY = 0.8
@@ -46,6 +46,11 @@ def quantize(
     manner: Manner,
 ) -> None:
     """Plan, then run or show the plan. given: the keys of the recipe that were options."""
+    if manner.stats is not None and recipe.method == "gptq":
+        raise RecipeError(
+            "--stats holds what scales are chosen by, and gptq needs the text itself: leave it "
+            "out, or use --method mse."
+        )
     idle = _idle(recipe, given, manner)
     if strict and idle:
         raise RecipeError(idle[0])
@@ -54,7 +59,7 @@ def quantize(
     plan = plan_quantize(
         checkpoint, recipe, model=source.model, arch_spec=source.arch_spec, strict=strict
     )
-    shown: Calibration | Statistics | None = None
+    shown: Sequences | Statistics | None = None
     if manner.stats is not None:
         shown = calibrating.reuse(manner.stats, plan)
     elif recipe.needs_text and not manner.dry_run:  # then a hub id has no tokenizer here yet
@@ -80,20 +85,13 @@ def _idle(recipe: Recipe, given: Collection[str], manner: Manner) -> list[str]:
     found = []
     if recipe.scheme == "none" and "layout" in given:
         found.append("--layout does nothing with --scheme none: leave it out.")
-    if manner.stats is not None and recipe.method == "gptq":
-        raise RecipeError(
-            "--stats holds what scales are chosen by, and gptq needs the text itself: leave it "
-            "out, or use --method mse."
-        )
-    if manner.stats is not None and "text" in given:
-        found.append("--text does nothing with --stats: leave out one of them.")
     if recipe.method != "gptq" and "scales" in given:
         found.append(f"--scales does nothing with --method {recipe.method}: leave it out.")
-    if not recipe.needs_text:
+    if manner.stats is not None or not recipe.needs_text:
+        why = "with --stats" if manner.stats is not None else "where nothing is calibrated"
         found += [
-            f"--{key.replace('_', '-')} does nothing where no calibration is asked for: leave it "
-            "out, or name a --text."
-            for key in ("sequences", "sequence_length")
+            f"--{key.replace('_', '-')} does nothing {why}: leave it out."
+            for key in ("text", "sequences", "sequence_length")
             if key in given
         ]
     if recipe.rotate == "none":
@@ -101,7 +99,7 @@ def _idle(recipe: Recipe, given: Collection[str], manner: Manner) -> list[str]:
             f"--{key.replace('_', '-')} does nothing without a rotation: leave it out, or add "
             "--rotate."
             for key in ("rotation_kind", "seed")
-            if key in given
+            if key in given and not (key == "seed" and recipe.text == RANDOM_TEXT)
         ]
     single = recipe.scheme != "none" and LAYOUTS[recipe.layout].SINGLE_FILE
     if single and "max_shard_size" in given:
@@ -121,7 +119,7 @@ def _warned(plan: Plan, messages: list[str]) -> Plan:
 
 
 def _show_or_run(
-    plan: Plan, out: Path, manner: Manner, shown: Calibration | Statistics | None = None
+    plan: Plan, out: Path, manner: Manner, shown: Sequences | Statistics | None = None
 ) -> None:
     if manner.dry_run:
         _show_plan(plan, manner.as_json)
@@ -137,9 +135,9 @@ def _tell(plan: Plan) -> None:
         console.say(f"Kept in the source dtype ({because}): {', '.join(patterns)}")
 
 
-def _run(plan: Plan, out: Path, manner: Manner, shown: Calibration | Statistics | None) -> None:
+def _run(plan: Plan, out: Path, manner: Manner, shown: Sequences | Statistics | None) -> None:
     _tell(plan)
-    if isinstance(shown, Calibration):
+    if isinstance(shown, Sequences):
         console.say(calibrating.sentence(shown))
     device = pick(manner.device)
     began = time.perf_counter()

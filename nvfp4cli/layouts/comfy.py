@@ -22,7 +22,6 @@ NAME = "comfy"
 SWIZZLED = True
 SINGLE_FILE = True
 INPUT_SCALES = True
-CACHE_SCALES = False
 SERVE = "Use: copy {out}/model.safetensors to ComfyUI/models/text_encoders"
 
 _MARKER = b'{"format": "nvfp4"}'

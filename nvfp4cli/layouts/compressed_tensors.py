@@ -20,7 +20,6 @@ NAME = "compressed-tensors"
 SWIZZLED = False
 SINGLE_FILE = False
 INPUT_SCALES = True
-CACHE_SCALES = True
 SERVE = "Serve: vllm serve {out}"
 
 _FORMAT = "nvfp4-pack-quantized"
@@ -112,8 +111,9 @@ def header_metadata(
 def quantization_config(contents: Contents) -> dict[str, Any]:
     """The subset that old and new engines accept.
 
-    `scale_dtype` and `zp_dtype` are left out: schemas before compressed-tensors 0.13 forbid them
-    and later ones do not need them.
+    `scale_dtype` and `zp_dtype` are left out of the weights' part: schemas before
+    compressed-tensors 0.13 forbid them and later ones do not need them. Of activations, whose block
+    scales are computed at run time, compressed-tensors leaves the scales unrounded without it.
     """
     weights = {
         "num_bits": 4,
@@ -123,10 +123,11 @@ def quantization_config(contents: Contents) -> dict[str, Any]:
         "symmetric": True,
         "dynamic": False,
     }
+    activations = {**weights, "dynamic": "local", "scale_dtype": "torch.float8_e4m3fn"}
     group = {
         "targets": ["Linear"],
         "weights": weights,
-        "input_activations": {**weights, "dynamic": "local"} if contents.activations else None,
+        "input_activations": activations if contents.activations else None,
         "output_activations": None,
         "format": _FORMAT,
     }

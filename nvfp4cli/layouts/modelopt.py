@@ -18,7 +18,6 @@ NAME = "modelopt"
 SWIZZLED = False
 SINGLE_FILE = False
 INPUT_SCALES = True
-CACHE_SCALES = True
 SERVE = "Serve: vllm serve {out}"
 
 # Engines read "modelopt" as the producer of the convention, not of the file.

@@ -66,7 +66,6 @@ class Layout(Protocol):
     SWIZZLED: bool
     SINGLE_FILE: bool  # its consumer takes one file only
     INPUT_SCALES: bool  # it can hold static activation scales
-    CACHE_SCALES: bool  # it can hold the scales of an FP8 KV cache
     SERVE: str  # what to do with the output {out}
 
     def outputs(self, module: str, shape: Shape, activations: bool) -> tuple[Output, ...]:

@@ -21,7 +21,6 @@ NAME = "torchao"
 SWIZZLED = True
 SINGLE_FILE = False
 INPUT_SCALES = False  # transformers' loader does not know the name of the activation scale
-CACHE_SCALES = False
 SERVE = "Serve: vllm serve {out}"
 
 _QDATA = "._weight_qdata"

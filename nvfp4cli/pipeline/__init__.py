@@ -14,19 +14,21 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import yaml
 from torch import Tensor
 
 from nvfp4cli import __version__, kernels
 from nvfp4cli.calibrate.statistics import Statistics
+from nvfp4cli.calibrate.text import Sequences
 from nvfp4cli.checkpoint import writer
-from nvfp4cli.checkpoint.files import INDEX
+from nvfp4cli.checkpoint.files import INDEX, RECORD
 from nvfp4cli.checkpoint.output import OutputFolder
 from nvfp4cli.checkpoint.reader import sidecars
 from nvfp4cli.checkpoint.writer import Shard, ShardWriter
 from nvfp4cli.errors import CheckpointError, WeightError
 from nvfp4cli.kernels.threads import single_threaded
 from nvfp4cli.pipeline import compute
-from nvfp4cli.pipeline.calibrated import Calibration, Layers
+from nvfp4cli.pipeline.calibrated import Layers
 from nvfp4cli.pipeline.compute import Result, Work
 from nvfp4cli.pipeline.device import computed, on_device
 from nvfp4cli.pipeline.staging import Staging
@@ -57,7 +59,7 @@ def run(
     *,
     resume: bool = False,
     device: str = "cpu",
-    shown: Calibration | Statistics | None = None,
+    shown: Sequences | Statistics | None = None,
 ) -> Iterator[Event]:
     """Write the checkpoint of `plan` into the folder `out`.
 
@@ -89,7 +91,7 @@ def run(
 
 
 def _write(
-    plan: Plan, out: Path, device: str, shown: Calibration | Statistics | None
+    plan: Plan, out: Path, device: str, shown: Sequences | Statistics | None
 ) -> Iterator[Event]:
     """Shards, then sidecars, then what makes the folder loadable: config.json and the index."""
     source = plan.source.checkpoint.folder
@@ -101,7 +103,11 @@ def _write(
         shards.close()
     for name in sidecars(source):
         writer.copy_file(source / name, out / name)
-    for name, text in sorted(plan.files.items(), key=lambda item: item[0] == "config.json"):
+    files = plan.files
+    if shown is not None:
+        record = yaml.safe_load(files[RECORD]) | {"calibration": shown.facts}
+        files = files | {RECORD: yaml.safe_dump(record, sort_keys=False)}
+    for name, text in sorted(files.items(), key=lambda item: item[0] == "config.json"):
         writer.write_text(out / name, text)
     writer.write_index(out, plan.shards)
 
@@ -140,13 +146,13 @@ def _check_disk(plan: Plan, out: Path) -> None:
     writer.check_disk(out, plan.output_bytes - written)
 
 
-def _fingerprint(plan: Plan, device: str, shown: Calibration | Statistics | None) -> dict[str, Any]:
+def _fingerprint(plan: Plan, device: str, shown: Sequences | Statistics | None) -> dict[str, Any]:
     """What must not change between a run and its resumption.
 
     Quantising gives the same bits everywhere, the matrix products of a rotation or of calibration
     do not.
     """
-    products = isinstance(shown, Calibration) or any(member.edits for member in plan.members)
+    products = isinstance(shown, Sequences) or any(member.edits for member in plan.members)
     checkpoint = plan.source.checkpoint
     files = {}
     for file in checkpoint.metadata:
@@ -165,10 +171,10 @@ def _fingerprint(plan: Plan, device: str, shown: Calibration | Statistics | None
 
 
 def _work(
-    plan: Plan, shards: ShardWriter, device: str, shown: Calibration | Statistics | None
+    plan: Plan, shards: ShardWriter, device: str, shown: Sequences | Statistics | None
 ) -> Iterator[Event]:
     """Every job with an unwritten tensor, in order."""
-    if isinstance(shown, Calibration):
+    if isinstance(shown, Sequences):
         yield from _told(plan, plan.jobs, _by_layers(plan, shards, device, shown))
         return
     jobs = [job for job in plan.jobs if _wanted(job, shards)]
@@ -214,11 +220,9 @@ def _on_host(
         writing.drain()
 
 
-def measure(
-    plan: Plan, calibration: Calibration, device: str
-) -> Generator[Event, None, Statistics]:
+def measure(plan: Plan, text: Sequences, device: str) -> Generator[Event, None, Statistics]:
     """What the quantised model of a plan makes of a text, without a checkpoint being written."""
-    layers = Layers(plan, calibration, torch.device(device))
+    layers = Layers(plan, text, torch.device(device))
     done = 0
     for stage, group in itertools.groupby(plan.jobs, key=lambda job: job.stage):
         jobs = list(group)
@@ -230,12 +234,12 @@ def measure(
     return layers.statistics
 
 
-def _by_layers(plan: Plan, shards: ShardWriter, device: str, calibration: Calibration) -> Work:
+def _by_layers(plan: Plan, shards: ShardWriter, device: str, text: Sequences) -> Work:
     """Carry out jobs in order, those of a decoder layer together.
 
     Also those that are on the disk already: what follows them depends on them.
     """
-    layers = Layers(plan, calibration, torch.device(device))
+    layers = Layers(plan, text, torch.device(device))
     for stage, group in itertools.groupby(plan.jobs, key=lambda job: job.stage):
         jobs = list(group)
         found = layers.work(stage, jobs)

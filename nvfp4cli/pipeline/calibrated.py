@@ -5,7 +5,7 @@ import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -16,6 +16,7 @@ from nvfp4cli import kernels
 from nvfp4cli.calibrate.layerwise import Group, Manner, Walk
 from nvfp4cli.calibrate.moments import Seen
 from nvfp4cli.calibrate.statistics import Inputs, Statistics
+from nvfp4cli.calibrate.text import Sequences
 from nvfp4cli.errors import UnsupportedError, WeightError
 from nvfp4cli.formats.nvfp4 import GlobalScale
 from nvfp4cli.layouts.record import CacheScales, Stored
@@ -33,14 +34,6 @@ _HOST_BYTES = 6 << 30  # of a host's memory, used for speed and for the moments 
 _HELD_OUT = 8  # of so many sequences one is held out
 
 
-@dataclass(frozen=True)
-class Calibration:
-    """tokens: int64 [sequences, length]. facts: of the text, for the record."""
-
-    tokens: Tensor
-    facts: dict[str, str | int]
-
-
 def facts_of(plan: Plan) -> dict[str, Any]:
     """What of a plan statistics hold for."""
     return {
@@ -55,17 +48,17 @@ class Layers:
     statistics: fill up as layers are done.
     """
 
-    def __init__(self, plan: Plan, calibration: Calibration, device: torch.device) -> None:
+    def __init__(self, plan: Plan, text: Sequences, device: torch.device) -> None:
         assert plan.spec is not None
         self._plan = plan
-        self.statistics = Statistics({**calibration.facts, **facts_of(plan)})
+        self.statistics = Statistics({**text.facts, **facts_of(plan)})
         config = json.loads(plan.files["config.json"])
         parts = Parts(config, folded(plan), dtype=torch.float32, device=str(device))
-        fit, held_out = _batches(calibration.tokens, _BATCH[device.type])
+        fit, held_out = _batches(text.tokens, _BATCH[device.type])
         recipe = plan.recipe
         memory = _memory(device)
         manner = Manner(
-            both="gptq" in recipe.method,
+            both=recipe.method == "gptq",
             static=recipe.scheme == "w4a4",
             remembered=memory // 3,
             moments=memory // 3,
@@ -126,19 +119,13 @@ class Layers:
     def _quantized(
         self, job: Job, weights: list[Tensor], seen: Seen
     ) -> tuple[list[Stored], list[str]]:
-        for member in job.members:
-            square = (seen.fit + seen.held_out).mean_square
-            self.statistics.inputs[member.module] = Inputs(seen.amax, square, seen.tokens)
-        if not math.isfinite(seen.amax):
-            raise WeightError(
-                f"The inputs of {job.members[0].module} are not finite on the calibration text: "
-                "look for the tensor with `nvfp4 inspect MODEL --strict`, or name another text."
-            )
+        _check_finite(job.members[0].module, seen.amax)
+        inputs = Inputs(seen.amax, seen.whole.mean_square, seen.whole.tokens)
+        self.statistics.inputs.update({member.module: inputs for member in job.members})
         maxima = [kernels.amax(weight) for weight in weights]
         compute.check_maxima(job, maxima, self._plan.source.read)
-        recipe = self._plan.recipe
-        results, warnings = compute.calibrated(job, weights, maxima, recipe, seen)
-        if seen.tokens == 0:
+        results, warnings = compute.calibrated(job, weights, maxima, self._plan.recipe, seen)
+        if seen.whole.tokens == 0:
             warnings.append(
                 f"No token of the calibration text has reached {job.members[0].module}."
             )
@@ -158,7 +145,16 @@ def _tensor_cores() -> Iterator[None]:
 
 def _activation(group: Group, amax: float) -> Callable[[Tensor], Tensor]:
     """What a layer with a static input scale makes of its input."""
+    _check_finite(group[0], amax)
     return activations.static(GlobalScale.from_amax(amax))
+
+
+def _check_finite(module: str, amax: float) -> None:
+    if not math.isfinite(amax):
+        raise WeightError(
+            f"The inputs of {module} are not finite on the calibration text: look for the tensor "
+            "with `nvfp4 inspect MODEL --strict`, or name another text."
+        )
 
 
 def on_host(stored: Stored) -> Stored:

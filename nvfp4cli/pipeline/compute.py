@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from nvfp4cli import kernels
-from nvfp4cli.calibrate.moments import Moments, Seen
+from nvfp4cli.calibrate.moments import Seen
 from nvfp4cli.calibrate.statistics import Statistics
 from nvfp4cli.errors import CheckpointError, WeightError
 from nvfp4cli.formats import nvfp4
@@ -49,17 +49,23 @@ def quantized(
         if recipe.scheme == "w4a4":
             input_scale = GlobalScale.from_amax(seen.amax)
     results: list[Result] = []
-    warnings = []
     for i, member in enumerate(job.members):
-        if nvfp4.vanishes(maxima[i]):
-            size = "holds only zeros" if maxima[i] == 0 else f"is at most {maxima[i]:.1e}"
-            warnings.append(f"{member.name} {size}: it is stored as zeros.")
         if nvfp4.vanishes(group):
             results.append(Stored(nvfp4.zeros(*member.shape), input_scale))
         else:
             q = scales.quantize(tensors[i], scale, method, importance)
             results.append(Stored(q, input_scale))
-    return results, warnings
+    return results, _vanishing(job, maxima)
+
+
+def _vanishing(job: Job, maxima: list[float]) -> list[str]:
+    """Warnings of members that are stored as zeros."""
+    found = []
+    for member, maximum in zip(job.members, maxima, strict=True):
+        if nvfp4.vanishes(maximum):
+            size = "holds only zeros" if maximum == 0 else f"is at most {maximum:.1e}"
+            found.append(f"{member.name} {size}: it is stored as zeros.")
+    return found
 
 
 def cache_scales(attention: str, statistics: Statistics | None) -> CacheScales:
@@ -79,30 +85,29 @@ def calibrated(
 
     tensors, maxima: as of `quantized`.
     """
-    rule = recipe.block_scales
+    input_scale = GlobalScale.from_amax(seen.amax) if recipe.scheme == "w4a4" else None
+    if nvfp4.vanishes(max(maxima)):
+        zeros = [Stored(nvfp4.zeros(*tensor.shape), input_scale) for tensor in tensors]
+        return zeros, _vanishing(job, maxima)
+    rule, whole = recipe.block_scales, seen.whole
     matrix = torch.cat([tensor.to(torch.float32) for tensor in tensors])
-    whole = seen.fit + seen.held_out
     if recipe.method == "gptq":
-        matrix = _refitted(matrix, seen, whole)
+        matrix = _refitted(matrix, seen)
     scale = scales.global_scale(kernels.amax(matrix), rule)
     if recipe.method == "gptq" and gptq.enough(whole.tokens, matrix.shape[1]):
         q = gptq.quantize(matrix, whole.hessian, scale, rule)
     else:
         importance = whole.mean_square if rule == "mse" and whole.tokens else None
         q = scales.quantize(matrix, scale, rule, importance)
-    results = []
-    input_scale = GlobalScale.from_amax(seen.amax) if recipe.scheme == "w4a4" else None
-    start = 0
-    for tensor in tensors:
-        stop = start + len(tensor)
-        own = Quantized(q.packed[start:stop], q.block_scale[start:stop], scale)
-        results.append(Stored(own, input_scale))
-        start = stop
-    return results, []
+    rows = [len(tensor) for tensor in tensors]
+    parts = zip(q.packed.split(rows), q.block_scale.split(rows), strict=True)
+    results = [Stored(Quantized(*part, scale), input_scale) for part in parts]
+    return results, _vanishing(job, maxima)
 
 
-def _refitted(weight: Tensor, seen: Seen, whole: Moments) -> Tensor:
+def _refitted(weight: Tensor, seen: Seen) -> Tensor:
     """A weight for the inputs that the quantised model gives it; see `methods.refit`."""
+    whole = seen.whole
     if whole.cross is None:
         return weight
     if whole.square is not None:

@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from nvfp4cli import kernels
-from nvfp4cli.formats.nvfp4 import GlobalScale
+from nvfp4cli.formats.nvfp4 import SPAN, GlobalScale
 from nvfp4cli.methods import scales
 
 # How the scale of a block is chosen: from its maximum as engines do, or the better of two, which no
 # engine does yet ("Four Over Six", arXiv:2512.02010).
 Rule = Literal["amax", "four-over-six"]
-
-_LARGEST_STORED = 2688.0  # amax / multiplier
 
 
 def static(scale: GlobalScale, rule: Rule = "amax") -> Callable[[Tensor], Tensor]:
@@ -34,7 +32,7 @@ def static(scale: GlobalScale, rule: Rule = "amax") -> Callable[[Tensor], Tensor
             return kernels.quantize_dequantize(x, multiplier.to(x.device))
 
         return nearest
-    roomy = scales.global_scale(scale.multiplier * _LARGEST_STORED, rule)
+    roomy = scales.global_scale(scale.multiplier * SPAN, rule)
 
     def better(x: Tensor) -> Tensor:
         return kernels.dequantize(scales.quantize(x, roomy, rule), x.dtype)

@@ -36,8 +36,8 @@ class Observed(DynamicCache):
         self, key_states: Tensor, value_states: Tensor, *arguments: Any, **keywords: Any
     ) -> tuple[Tensor, Tensor]:
         """[B, heads, T, d] each; returned as they are."""
-        self.keys_amax = _larger(self.keys_amax, key_states)
-        self.values_amax = _larger(self.values_amax, value_states)
+        self.keys_amax = larger(self.keys_amax, key_states)
+        self.values_amax = larger(self.values_amax, value_states)
         return key_states, value_states
 
 
@@ -71,6 +71,7 @@ def _rounded(x: Tensor, scale: float) -> Tensor:
     return torch.copysign(magnitude * scale, x).to(x.dtype)
 
 
-def _larger(amax: Tensor | None, x: Tensor) -> Tensor:
+def larger(amax: Tensor | None, x: Tensor) -> Tensor:
+    """The largest magnitude so far, None at first; x: not empty."""
     found = x.abs().amax()
     return found if amax is None else torch.maximum(amax, found)

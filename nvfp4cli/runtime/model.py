@@ -1,7 +1,7 @@
 """A checkpoint of any layout as a transformers model, to be measured."""
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from types import EllipsisType
@@ -152,24 +152,10 @@ def _architecture(
 
     AutoModelForCausalLM chooses the same class but takes no weights from memory.
     """
-    model_type = values.get("model_type")
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise UnsupportedError(
-            f"transformers {transformers.__version__} does not know the model type "
-            f"{model_type!r} of {folder / 'config.json'}: install a release that does."
-        )
-    # The weights arrive dequantised: no quantiser of transformers may touch them.
-    plain = {key: value for key, value in values.items() if key != "quantization_config"}
-    try:
-        config = CONFIG_MAPPING[model_type].from_dict(decoded(plain))
-    except Exception as error:  # its checks raise whatever they like
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise CheckpointError(
-            f"transformers refuses {folder / 'config.json'} ({reason}): correct it."
-        ) from error
+    config = configured(values, str(folder / "config.json"))
     if type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UnsupportedError(
-            f"{folder} holds a {model_type} model, which is not a causal language model: "
+            f"{folder} holds a {config.model_type} model, which is not a causal language model: "
             "perplexity is not defined for it; name another checkpoint."
         )
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
@@ -179,13 +165,35 @@ def _architecture(
     return config, model_class
 
 
-def decoded(value: Any) -> Any:
+def configured(values: Mapping[str, Any], name: str) -> PreTrainedConfig:
+    """The configuration of the unquantised model of a parsed config.json; name: for messages.
+
+    Raises UnsupportedError for a model type that transformers does not know, CheckpointError for
+    values that it refuses.
+    """
+    model_type = values.get("model_type")
+    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
+        raise UnsupportedError(
+            f"transformers {transformers.__version__} does not know the model type "
+            f"{model_type!r} of {name}: install a release that does."
+        )
+    # The weights arrive dequantised: no quantiser of transformers may touch them.
+    plain = {key: value for key, value in values.items() if key != "quantization_config"}
+    try:
+        config: PreTrainedConfig = CONFIG_MAPPING[model_type].from_dict(_decoded(plain))
+    except Exception as error:  # its checks raise whatever they like
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise CheckpointError(f"transformers refuses {name} ({reason}): correct it.") from error
+    return config
+
+
+def _decoded(value: Any) -> Any:
     """Numbers that JSON cannot hold, as transformers writes them: {"__float__": "Infinity"}."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
-        return {key: decoded(one) for key, one in value.items()}
-    return [decoded(one) for one in value] if isinstance(value, list) else value
+        return {key: _decoded(one) for key, one in value.items()}
+    return [_decoded(one) for one in value] if isinstance(value, list) else value
 
 
 def _check(folder: Path, report: dict[str, Any]) -> None:

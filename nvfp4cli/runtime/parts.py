@@ -20,7 +20,6 @@ import torch
 import transformers
 from torch import Tensor, nn
 from transformers import (
-    CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     Cache,
@@ -31,7 +30,7 @@ from transformers import (
 from nvfp4cli.errors import CheckpointError, UnsupportedError
 from nvfp4cli.runtime.cache import parameter
 from nvfp4cli.runtime.matrices import decoder_layers
-from nvfp4cli.runtime.model import LazyTensor, decoded
+from nvfp4cli.runtime.model import LazyTensor, configured
 
 Tensors = Mapping[str, Callable[[], Tensor]]
 
@@ -83,11 +82,10 @@ class _Layer:
 
 
 class Parts:
-    """The parts of one model: `enter`, the layers, `logits`.
+    """The parts of one model: what comes before its layers, the layers, what follows them.
 
     config: a config.json; its quantization_config is ignored. tensors: names of a checkpoint ->
-    how each is read, all of the unquantised model's. attention: an implementation that
-    transformers knows by that name; None: sdpa, or eager where the model has no other.
+    how each is read, all of the unquantised model's.
 
     Raises UnsupportedError for a model that transformers does not know as a language model, and
     CheckpointError for tensors that are missing or of the wrong shape.
@@ -100,13 +98,16 @@ class Parts:
         *,
         dtype: torch.dtype,
         device: str,
-        attention: str | None = None,
     ) -> None:
         self._config, self._class = _architecture(config)
-        self._dtype, self._device = dtype, device
-        self._attention = attention or ("sdpa" if self._class._supports_sdpa else "eager")
+        self._device = device
+        self._manner = {
+            "dtype": dtype,
+            "attn_implementation": "sdpa" if self._class._supports_sdpa else "eager",
+            "experts_implementation": "eager",
+        }
         with torch.device("meta"):
-            model = self._construct(self._class)
+            model = self._class._from_config(self._config, **self._manner)
         self._prefix, count = decoder_layers(model)
         self._calls: list[Calls] = [{} for _ in range(count)]
         # Some are filled by the initialisation of the model around the layers, which runs in
@@ -165,12 +166,6 @@ class Parts:
     def _within_layers(self, name: str) -> bool:
         return name.startswith(f"{self._prefix}.")
 
-    def _construct(self, model_class: type[PreTrainedModel]) -> PreTrainedModel:
-        return model_class._from_config(
-            self._config, dtype=self._dtype, attn_implementation=self._attention,
-            experts_implementation="eager",
-        )  # fmt: skip
-
     def _part(self, tensors: Tensors, unwanted: Callable[[str], bool]) -> PreTrainedModel:
         """The model with weights in its wanted modules, and none in the others."""
 
@@ -187,12 +182,10 @@ class Parts:
             None,
             config=self._config,
             state_dict={name: LazyTensor(read, lock) for name, read in tensors.items()},
-            dtype=self._dtype,
             device_map={"": self._device},
             ignore_mismatched_sizes=True,
             output_loading_info=True,
-            attn_implementation=self._attention,
-            experts_implementation="eager",
+            **self._manner,
         )
         wrong = [*report["missing_keys"], *(name for name, *_ in report["mismatched_keys"])]
         if wrong := [name for name in wrong if not unwanted(name)]:
@@ -261,15 +254,7 @@ class _Tail:
 
 
 def _architecture(values: Mapping[str, Any]) -> tuple[PreTrainedConfig, type[PreTrainedModel]]:
-    model_type = values.get("model_type")
-    if not isinstance(model_type, str) or model_type not in CONFIG_MAPPING:
-        raise UnsupportedError(
-            f"transformers {transformers.__version__} does not know the model type {model_type!r}, "
-            "so that no text can be run through it: install a release that does, or use a method "
-            "that needs no calibration (--method mse)."
-        )
-    plain = {key: value for key, value in values.items() if key != "quantization_config"}
-    config = CONFIG_MAPPING[model_type].from_dict(decoded(plain))
+    config = configured(values, "the model")
     for mapping in (MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING):
         if type(config) in mapping:
             model_class = mapping[type(config)]
@@ -278,7 +263,7 @@ def _architecture(values: Mapping[str, Any]) -> tuple[PreTrainedConfig, type[Pre
             return config.get_text_config() if alone else config, model_class
     raise UnsupportedError(
         f"transformers {transformers.__version__} has no language model of the type "
-        f"{model_type!r}, so that no text can be run through it: use a method that needs no "
+        f"{config.model_type!r}, so that no text can be run through it: use a method that needs no "
         "calibration (--method mse)."
     )
 

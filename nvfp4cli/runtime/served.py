@@ -67,12 +67,18 @@ def serve(
 ) -> PreTrainedModel | Served:
     """The model of a checkpoint with its activations and its cache rounded as `mode` says.
 
-    Raises what `model.load` raises, and UnsupportedError where the architecture is not known, so
-    that it cannot be said which product a weight belongs to.
+    Raises what `model.load` and `as_served` raise.
     """
-    checkpoint = open_checkpoint(folder)
-    weights = open_weights(checkpoint)
-    model = load(folder, dtype=dtype, device=device)
+    return as_served(load(folder, dtype=dtype, device=device), folder, mode)
+
+
+def as_served(model: PreTrainedModel, folder: Path, mode: Activations) -> PreTrainedModel | Served:
+    """A model that was loaded from a checkpoint, rounding what the checkpoint declares.
+
+    Raises UnsupportedError where the architecture is not known, so that it cannot be said which
+    product a weight belongs to.
+    """
+    weights = open_weights(open_checkpoint(folder))
     caches = cache_scales(weights)
     if mode == "none" or not (weights.activations or caches):
         return model

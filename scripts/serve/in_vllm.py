@@ -32,6 +32,7 @@ from vllm.model_executor.layers.fused_moe.oracle import nvfp4 as experts
 from vllm.model_executor.layers.quantization.modelopt import ModelOptNvFp4Config
 from vllm.model_executor.layers.quantization.utils.nvfp4_emulation_utils import dequantize_to_dtype
 from vllm.model_executor.utils import replace_parameter
+from vllm.platforms import PlatformEnum
 
 
 class DequantizedLinear(linear.NvFp4LinearKernel):
@@ -83,8 +84,12 @@ def as_stored(layer: nn.Module, is_act_and_mul: bool, **tensors: Tensor) -> tupl
 
 
 def register() -> None:
-    """Put the two where vLLM looks for its weight-only kernels, in fp32 too."""
+    """Put the two where vLLM looks for its weight-only kernels, in fp32 too.
+
+    Layers with 4-bit inputs get vLLM's own emulation, which it offers to GPUs alone.
+    """
     linear.MarlinNvFp4LinearKernel = DequantizedLinear
+    linear._POSSIBLE_NVFP4_KERNELS[PlatformEnum.CPU] = [linear.EmulationNvFp4LinearKernel]
     experts.backend_to_kernel_cls = only_dequantized
     experts.prepare_nvfp4_moe_layer_for_marlin = as_stored
     ModelOptNvFp4Config.get_supported_act_dtypes = lambda _: [torch.bfloat16, torch.float32]

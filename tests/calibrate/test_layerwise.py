@@ -207,7 +207,7 @@ def test_experts_are_told_apart_and_those_without_tokens_counted(tiny_model):
 
     one = walk(folder)
     one.layer(0, [*names, *gates], choose, never)
-    tokens = [seen[gate[0]].tokens for gate in gates]
-    assert tokens == [seen[name[0]].tokens for name in names]
+    tokens = [seen[gate[0]].whole.tokens for gate in gates]
+    assert tokens == [seen[name[0]].whole.tokens for name in names]
     assert sum(tokens) == TOKENS.numel() * config["num_experts_per_tok"]
     assert all(0 < one.amax < 1e6 for one in seen.values())

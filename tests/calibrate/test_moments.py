@@ -18,7 +18,7 @@ def test_they_are_those_of_all_tokens():
             for x, y in zip(served[rows].split(16), full[rows].split(16), strict=True):
                 moments.add(x, y)
         whole = parts[0] + parts[1]
-        assert whole.tokens == Seen(1.0, *parts).tokens == 70
+        assert whole.tokens == Seen(1.0, *parts).whole.tokens == 70
         torch.testing.assert_close(whole.hessian, served.T @ served, rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(whole.cross, full.T @ served, rtol=1e-5, atol=1e-4)
         torch.testing.assert_close(whole.square, full.T @ full, rtol=1e-5, atol=1e-4)

@@ -208,7 +208,7 @@ CONFIGS = {
         "global_compression_ratio":null,"kv_cache_scheme":null,
         "ignore":["lm_head","model.layers.0.mlp.gate"],"config_groups":{{"group_0":{{
         "targets":["Linear"],"weights":{CT_ARGS}"dynamic":false}},
-        "input_activations":{CT_ARGS}"dynamic":"local"}},
+        "input_activations":{CT_ARGS}"dynamic":"local","scale_dtype":"torch.float8_e4m3fn"}},
         "output_activations":null,"format":"nvfp4-pack-quantized"}}}}}}""",
     ("modelopt", False): """{"quant_method":"modelopt","quant_algo":"W4A16_NVFP4",
         "ignore":["lm_head","model.layers.0.mlp.gate"],"config_groups":{"group_0":{
