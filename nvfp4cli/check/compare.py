@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from nvfp4cli import pipeline
 from nvfp4cli.check.inputs import inputs, sighted
 from nvfp4cli.check.precision import float64
+from nvfp4cli.check.shrink import unstated
 from nvfp4cli.check.twin import attempt, load, twin
 from nvfp4cli.checkpoint.reader import open_checkpoint
 from nvfp4cli.errors import UnsupportedError
@@ -60,7 +61,7 @@ def check(config: dict[str, Any], arch_spec: Path | None = None, *, seed: int = 
         twin(config, seed).write(source)
         _plan(source, "none", arch_spec)
         model = load(source)
-        with attempt(model.config.model_type):
+        with attempt(model.config.model_type, unstated(config)):
             given = inputs(model, seed)
             before = logits(model, given)
         verdicts = tuple(_verdict(source, name, arch_spec, given, before) for name in ROTATIONS)
@@ -85,8 +86,11 @@ def fold(source: Path, out: Path, rotate: str, arch_spec: Path | None = None) ->
 
 def logits(model: PreTrainedModel, given: Mapping[str, Any]) -> Tensor:
     """fp64 [tokens, vocabulary]."""
+    # The wrapper of transformers 5.24 fails after its language model has computed them.
+    text_only = model.config.model_type == "llama4" and given.keys() == {"input_ids"}
     with float64():
-        return model(**given, use_cache=False).logits[0]
+        whole = model.language_model if text_only else model
+        return whole(**given, use_cache=False).logits[0]
 
 
 def distance(before: Tensor, after: Tensor) -> float:

@@ -58,6 +58,8 @@ _AT_MOST = {
     "topk_group": 1,
 }
 _HEADS = ("num_attention_heads", "n_head")
+# What a text model takes where its config.json has no mrope_section.
+_SECTIONS = {"qwen2_vl_text": [16, 24, 24], "qwen2_5_vl_text": [16, 24, 24]}
 _WIDTHS = ("hidden_size", "n_embd", "d_model")
 
 # Of the vision tower of a wrapper.
@@ -143,6 +145,17 @@ def configuration(config: dict[str, Any]) -> PreTrainedConfig:
         ) from error
 
 
+def unstated(config: dict[str, Any]) -> list[str]:
+    """Sizes that a parsed config.json leaves out and for which transformers has no default."""
+    complete = configuration(config).get_text_config().to_dict()
+    parts = [config, *(part for part in config.values() if isinstance(part, dict))]
+    return [
+        name
+        for name in ("head_dim", "num_key_value_heads", *_AT_MOST)
+        if name in complete and complete[name] is None and not any(name in part for part in parts)
+    ]
+
+
 def _text(stated: Mapping[str, Any], complete: PreTrainedConfig) -> dict[str, Any]:
     """A text model's configuration. complete: what transformers makes of `stated`."""
     values = {**stated, **complete.to_dict()}
@@ -162,6 +175,8 @@ def _text(stated: Mapping[str, Any], complete: PreTrainedConfig) -> dict[str, An
     for key in ("rope_parameters", "rope_scaling"):
         if values.get(key):
             changes[key] = _rope(values[key], ratio)
+            if sections := _SECTIONS.get(complete.model_type):
+                changes[key] = _rope({"mrope_section": sections, **values[key]}, ratio)
     if "original_max_position_embeddings" in values:
         changes["original_max_position_embeddings"] = 16
     twin = _merged(stated, complete, changes)

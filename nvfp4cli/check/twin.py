@@ -1,7 +1,7 @@
 """A small random model of an architecture, from its config.json alone, in fp64."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from nvfp4cli.check.precision import float64
-from nvfp4cli.check.shrink import configuration, shrink
+from nvfp4cli.check.shrink import configuration, shrink, unstated
 from nvfp4cli.errors import CheckpointError, UnsupportedError
 
 CONFIG = "config.json"
@@ -53,7 +53,7 @@ def twin(config: dict[str, Any], seed: int = 0) -> Twin:
     model_class = _class(configuration(config))
     small = shrink(config)
     # This also imports every module of transformers that the model needs.
-    with attempt(small["model_type"]), torch.device("meta"):
+    with attempt(small["model_type"], unstated(config)), torch.device("meta"):
         _construct(model_class, small)
     with float64(), torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -63,19 +63,22 @@ def twin(config: dict[str, Any], seed: int = 0) -> Twin:
 
 
 @contextmanager
-def attempt(model_type: str) -> Iterator[None]:
+def attempt(model_type: str, absent: Sequence[str] = ()) -> Iterator[None]:
     """Where transformers runs code of the model for the first time, at sizes of our choosing.
 
-    Raises UnsupportedError for whatever that code raises.
+    absent: sizes that nothing states. Raises UnsupportedError for whatever that code raises.
     """
     try:
         yield
     except Exception as error:
         reason = " ".join(str(error).split()) or type(error).__name__
+        remedy = "complete its config.json if it leaves something out"
+        if absent:
+            remedy = f"give {', '.join(absent)} in its config.json, as far as it needs them"
         raise UnsupportedError(
             f"transformers {transformers.__version__} cannot run a small {model_type} model "
-            f"({reason}): complete its config.json if it leaves something out, otherwise compare "
-            "the logits of the whole model before and after a fold."
+            f"({reason}): {remedy}, otherwise compare the logits of the whole model before and "
+            "after a fold."
         ) from error
 
 

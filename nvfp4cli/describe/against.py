@@ -21,7 +21,7 @@ from nvfp4cli.describe.values import check_measurable, decode, same_bytes
 from nvfp4cli.errors import CheckpointError, UnsupportedError
 from nvfp4cli.layouts import open_weights
 from nvfp4cli.layouts.sources import Source, SourceTensor, open_source
-from nvfp4cli.models.claims import Claim, recognize
+from nvfp4cli.models.claims import Claim, as_written, recognize
 from nvfp4cli.models.pieces import Piece, matrix_shape, pieces, transposed, upright
 from nvfp4cli.models.spec import ArchSpec
 from nvfp4cli.rotate import fold
@@ -138,8 +138,9 @@ def compare(
 class _Original:
     """The source under the names that the checkpoint gives its tensors.
 
-    claims: by the checkpoint's names, of what the spec knows. tied: head -> embedding, where the
-    source ties them. parts: an expert's tensor -> the source's that holds it, and which part.
+    claims: by either's names, of what the spec knows. tied: head -> embedding, where the source
+    ties them. parts: an expert's tensor -> the source's that holds it, and which part; None for
+    one that has another name there.
     """
 
     source: Source
@@ -147,7 +148,7 @@ class _Original:
     rotations: Rotations | None
     claims: dict[str, Claim | None]
     tied: dict[str, str]
-    parts: dict[str, tuple[str, Piece]]
+    parts: dict[str, tuple[str, Piece | None]]
 
     @classmethod
     def of(cls, source: Source, spec: ArchSpec | None, record: folder.Record | None) -> "_Original":
@@ -170,10 +171,14 @@ class _Original:
             for module in spec.heads:
                 head = f"{module.pattern}.weight"
                 claims[head] = Claim(head, module.pattern, "weight", module, None)
-        parts = {
+        parts: dict[str, tuple[str, Piece | None]] = {}
+        for name, one in as_written(claims).items():
+            if one and one.source:
+                parts[name], claims[name] = (one.source, None), one
+        parts |= {
             f"{piece.module}.{one.part}": (one.tensor, piece)
             for one in claims.values()
-            if one and one.spec.written_as
+            if one and one.spec.per_expert and one.spec.written_as
             for piece in pieces(one, source.tensors[one.tensor].shape)
         }
         rotations = None
@@ -186,6 +191,10 @@ class _Original:
     def _place(self, name: str) -> tuple[str, Piece | None]:
         """The source's tensor, and which part of it: a tied head is the embedding."""
         return self.parts.get(name) or (self.tied.get(name, name), None)
+
+    def is_part(self, name: str) -> bool:
+        """The source holds it together with others."""
+        return self._place(name)[1] is not None
 
     def info(self, name: str) -> SourceTensor | None:
         """What the source holds of a tensor."""
@@ -260,7 +269,7 @@ def _deviation(
         kind: Literal["quantized", "edited", "copied"] = "quantized"
     else:
         own = checkpoint.tensors[weight.name]
-        apart = weight.name in original.parts or not info.stored  # its bytes are not the source's
+        apart = original.is_part(weight.name) or not info.stored  # its bytes are not the source's
         kind = "edited" if edits or own.dtype != info.dtype or apart else "copied"
         if kind == "copied" and same_bytes(
             own, checkpoint, source.checkpoint.tensors[info.name], source.checkpoint

@@ -1,21 +1,24 @@
 """Whose tensor is whose: the names of a checkpoint against the patterns of its architecture."""
 
 import re
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 from nvfp4cli.errors import UnsupportedError
 from nvfp4cli.models.document import SPECS
-from nvfp4cli.models.layers import behind, in_layers
+from nvfp4cli.models.layers import behind, block, in_block, in_layers
 from nvfp4cli.models.modules import ModuleSpec, Part, Suffixes, matcher, some
 from nvfp4cli.models.spec import ArchSpec
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A tensor of a checkpoint, recognised: parameter `part` of `module`."""
+    """A tensor of a checkpoint, recognised: parameter `part` of `module`.
+
+    source: the name under which it is stored, where it is written under another; see `as_written`.
+    """
 
     tensor: str
     module: str
@@ -24,6 +27,7 @@ class Claim:
     layer: int | None
     expert: int | None = None
     mtp: bool = False  # of a next-token-prediction layer
+    source: str | None = None
 
     def sibling(self, pattern: str) -> str:
         """The module that `pattern` names in the same layer."""
@@ -39,6 +43,24 @@ def numbered(pattern: str, layer: int | None, expert: int | None = None) -> str:
     """The name that a pattern stands for."""
     name = pattern if layer is None else pattern.replace("{layer}", str(layer))
     return name if expert is None else name.replace("{expert}", str(expert))
+
+
+def as_written(claims: Mapping[str, Claim | None]) -> dict[str, Claim | None]:
+    """The tensors under the names that a quantised checkpoint gives them; experts keep theirs.
+
+    Quantised experts go under the names that engines know, and so must what stands beside them.
+    """
+    found: dict[str, Claim | None] = {}
+    for name, one in claims.items():
+        if one is None or one.spec.per_expert or not one.spec.written_as:
+            found[name] = one
+            continue
+        (pattern,) = one.spec.written_as
+        module = one.sibling(pattern)
+        tensor = module + one.tensor.removeprefix(one.module)
+        plain = replace(one.spec, pattern=pattern, written_as=())
+        found[tensor] = replace(one, tensor=tensor, module=module, spec=plain, source=one.tensor)
+    return found
 
 
 def claim(spec: ArchSpec, names: Iterable[str], config: dict[str, Any]) -> dict[str, Claim | None]:
@@ -176,7 +198,8 @@ def check_complete(
 ) -> None:
     """Raise UnsupportedError where a tensor is missing that the architecture always has.
 
-    further: the layers that predict further tokens and must be complete too.
+    Of a block that predicts further tokens there must be all or nothing. further: the layers behind
+    the decoder's that predict some and must be complete too.
     """
     layers = range(spec.sizes(config)["num_hidden_layers"])
     always = [
@@ -187,6 +210,11 @@ def check_complete(
     missing = _missing(spec, main, layers, names, config)
     for number in further:
         missing += _missing(spec, in_layers(spec, always), (number,), names, config)
+    own = block(spec)
+    if own and (shown := [found for name in names if (found := _find(name, _index(own)))]):
+        numbers = in_block(spec, config, {one.layer for one in shown if one.layer is not None})
+        wanted = [module for module in described(own) if not module.optional]
+        missing += _missing(spec, wanted, numbers, names, config)
     if missing:
         raise UnsupportedError(
             f"The checkpoint lacks {some([name for name, _ in missing])}, "
@@ -272,6 +300,8 @@ def _demand(spec: ArchSpec, name: str, module: ModuleSpec, config: dict[str, Any
             f"which every untied {spec.model_type} model has: set tie_word_embeddings to true "
             "in config.json if the head is the embedding, otherwise complete the checkpoint"
         )
+    if module.mtp and module in described(block(spec)):
+        return "and holds others that predict further tokens: complete or remove them"
     if "{layer}" in module.pattern:
         sizes = spec.sizes(config)
         facts = [sizes.explained("num_hidden_layers")]

@@ -94,9 +94,6 @@ def _loaded(text: str) -> Any:
     return yaml.load(text, _UniqueKeys)
 
 
-_FLAG = (bool, int, float, str)
-
-
 def _is_bias(value: object) -> bool:
     if isinstance(value, list):
         return len(value) == 2 and isinstance(value[0], str) and isinstance(value[1], bool)
@@ -145,8 +142,8 @@ def _check_keys(path: Path, document: dict[str, Any]) -> None:
         ("derived", document.get("derived", {}).values(), sizes.is_default,
          "a number, or an expression such as hidden_size // num_attention_heads"),
         ("value_path", document.get("value_path", {}).values(), sizes.is_expression, "a size"),
-        ("unsupported", document.get("unsupported", {}).values(), lambda v: isinstance(v, _FLAG),
-         "true, false, a number or a text"),
+        ("unsupported", document.get("unsupported", {}).values(), sizes.is_flag,
+         "true, false, a number, a text, or `not` and a size"),
         ("refuse", document.get("refuse", {}).values(), lambda v: isinstance(v, str), "a reason"),
         ("warn", document.get("warn", {}).values(), lambda v: isinstance(v, str), "a sentence"),
         ("prefixes", document.get("prefixes", {}).values(), _is_names, "a list of names"),

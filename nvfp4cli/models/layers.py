@@ -1,4 +1,4 @@
-"""The layers that stand behind num_hidden_layers and predict further tokens."""
+"""What predicts further tokens: layers behind num_hidden_layers, or a block of its own names."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -57,6 +57,17 @@ def in_layers(spec: ArchSpec, modules: Iterable[ModuleSpec]) -> list[ModuleSpec]
     """Those of `modules` that a layer which predicts further tokens has."""
     starts = {_start(module) for module in added(spec)}
     return [m for m in modules if _LAYER in m.pattern and _start(m) in starts]
+
+
+def block(spec: ArchSpec) -> tuple[ModuleSpec, ...]:
+    """The modules that predict further tokens and stand beside the decoder's, as `mtp.*` do."""
+    own = added(spec)
+    return tuple(module for module in spec.modules if module.mtp and module not in own)
+
+
+def in_block(spec: ArchSpec, config: dict[str, Any], shown: Iterable[int]) -> range:
+    """Numbers of the block's layers. shown: those of layers that a checkpoint has tensors of."""
+    return range(max(_count(spec, config) or 0, 1 + max(shown, default=0)))
 
 
 def _start(module: ModuleSpec) -> str:

@@ -72,7 +72,8 @@ class ModuleSpec:
     heads: Heads | None = None
     value_rows: ValueRows | None = None  # None: rows are the values and nothing else
     axes: Axes = "out in"  # of the weight as it is stored; without "in" those of a bias
-    written_as: tuple[str, ...] = ()  # names of quantised experts, which share the out axis
+    # Names of quantised experts, which share the out axis; of another module the one it gets then.
+    written_as: tuple[str, ...] = ()
     interleaved: bool = False  # they share it by turns, not one after the other
     suffixes: Suffixes = Suffixes()
     shape: tuple[str, ...] | None = None  # of the weight: "num_attention_heads * head_dim", ...
@@ -223,11 +224,12 @@ def _check_experts(path: Path, pattern: str, entry: dict[str, Any]) -> None:
     """Raise UnsupportedError where quantised experts would have no names, or not each its own."""
     names, role = entry.get("written_as", []), entry["role"]
     together = str(entry.get("axes", "")).startswith("expert")
-    if names and not together:
-        raise UnsupportedError(
-            f"{path}: {pattern} has written_as and no axis of experts: leave it out, or give axes."
-        )
     if not together:
+        if names and (len(names) > 1 or "*" in names[0] or _numbers(names[0]) != _numbers(pattern)):
+            raise UnsupportedError(
+                f"{path}: {pattern} has written_as and no axis of experts: give it one name with "
+                "the numbers that the pattern has, or give axes."
+            )
         return
     if role == "joiner":
         raise UnsupportedError(
@@ -238,8 +240,8 @@ def _check_experts(path: Path, pattern: str, entry: dict[str, Any]) -> None:
             f"{path}: {pattern} has an axis of experts and no written_as: name there the modules "
             "under which an expert is written."
         )
-    wanted = [name for name in ("{layer}", "{expert}") if name == "{expert}" or name in pattern]
-    if odd := [n for n in names if "*" in n or {p for p in _NUMBERS if p in n} != set(wanted)]:
+    wanted = [name for name in _NUMBERS if name == "{expert}" or name in pattern]
+    if odd := [name for name in names if "*" in name or _numbers(name) != wanted]:
         raise UnsupportedError(
             f"{path}: written_as of {pattern} holds {odd[0]!r}: write a name with "
             f"{' and '.join(wanted)} there."
@@ -248,6 +250,10 @@ def _check_experts(path: Path, pattern: str, entry: dict[str, Any]) -> None:
         raise UnsupportedError(
             f"{path}: written_as of {pattern} holds {len(names)} names: give a writer one."
         )
+
+
+def _numbers(pattern: str) -> list[str]:
+    return [name for name in _NUMBERS if name in pattern]
 
 
 def _shape(path: Path, pattern: str, axes: object) -> tuple[str, ...] | None:
@@ -280,12 +286,20 @@ def check_references(path: Path, modules: tuple[ModuleSpec, ...], biases: Collec
 
 
 def check_written(path: Path, modules: tuple[ModuleSpec, ...]) -> None:
-    """Raise UnsupportedError where two tensors of one checkpoint would be written as one."""
+    """Raise UnsupportedError where two tensors of one checkpoint would be written as one.
+
+    Or where one would be written under a name of which the spec says nothing.
+    """
     roles = {module.pattern: module for module in modules}
     taken: list[tuple[str, ModuleSpec]] = []
     for module in modules:
         for name in module.written_as:
             owner = roles.get(name)
+            if not module.per_expert and (owner is None or owner.role != module.role):
+                raise UnsupportedError(
+                    f"{path}: written_as of {module.pattern} holds {name}, which is no module of "
+                    f"role {module.role} there: name one that is."
+                )
             crossed = owner is not None and {owner.role, module.role} == {"reader", "writer"}
             if owner is not None and (crossed or _together(owner, module)):
                 raise UnsupportedError(

@@ -81,7 +81,7 @@ def joined(spec: ArchSpec, names: Iterable[str]) -> dict[str, list[list[str]]]:
     """
     position = {module.pattern: number for number, module in enumerate(spec.modules)}
     places: dict[str, tuple[ModuleSpec, int]] = {}
-    for module in spec.modules:
+    for module in (one for one in spec.modules if one.per_expert):
         for number, written in enumerate(module.written_as):
             if position[module.pattern] < position.get(written, len(position)):
                 places.setdefault(written, (module, number))

@@ -1,7 +1,8 @@
 """Sizes by the names of config.json, and the expressions in which a spec writes shapes.
 
 An expression is Python arithmetic over names and whole numbers with `+`, `-`, `*`, `//` and
-parentheses: `num_attention_heads * head_dim`. `at least vocab_size` is an axis that may be longer.
+parentheses: `num_attention_heads * head_dim`. `at least vocab_size` is an axis that may be longer,
+`not hidden_size` is any other value.
 """
 
 import ast
@@ -15,6 +16,7 @@ from typing import Any
 from nvfp4cli.errors import CheckpointError
 
 _AT_LEAST = "at least "
+NOT = "not "
 _NAME = re.compile(r"[A-Za-z_]\w*")
 _OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -32,6 +34,13 @@ def is_expression(value: object) -> bool:
 def is_axis(value: object) -> bool:
     """True for what may stand in a shape."""
     return isinstance(value, str) and is_expression(value.removeprefix(_AT_LEAST))
+
+
+def is_flag(value: object) -> bool:
+    """True for what an entry of config.json may be, and for `not` a size."""
+    if isinstance(value, str) and value.startswith(NOT):
+        return is_expression(value.removeprefix(NOT))
+    return isinstance(value, bool | int | float | str)
 
 
 def is_divisor(value: object) -> bool:

@@ -20,7 +20,7 @@ from nvfp4cli.models.modules import (
     module,
     moved,
 )
-from nvfp4cli.models.sizes import Sizes
+from nvfp4cli.models.sizes import NOT, Sizes
 
 STORED = "nvfp4-arch-spec.yaml"
 
@@ -46,9 +46,10 @@ class ArchSpec:
     what holds where it is absent, otherwise false.
     value_path: number and size of the heads that R2 rotates. experts: the size that counts experts.
     refuse: rotation -> why it does not hold. warn: rotation or layout -> what an engine makes of
-    it. unsupported: flag of config.json -> the value with which the model is another one. wraps:
-    the part of config.json that describes the language model, None where that is config.json
-    itself. mtp_layers: the entry of config.json that counts the layers behind the decoder's.
+    it. unsupported: entry of config.json -> the value with which the model is another one, or
+    `not` and the size with which it is not. wraps: the part of config.json that describes the
+    language model, None where that is config.json itself. mtp_layers: the entry of config.json that
+    counts the layers that predict further tokens.
     """
 
     model_type: str
@@ -92,9 +93,13 @@ class ArchSpec:
         config: its language part.
         """
         for flag, value in self.unsupported.items():
-            if flag in config and config[flag] == value:
+            found = config.get(flag)
+            other = found == value
+            if isinstance(value, str) and value.startswith(NOT):
+                other = found != self.sizes(config).of(value.removeprefix(NOT))
+            if found is not None and other:
                 raise UnsupportedError(
-                    f"{flag} is {json.dumps(value)} in config.json, which the spec of "
+                    f"{flag} is {json.dumps(found)} in config.json, which the spec of "
                     f"{self.model_type} does not describe: name a checkpoint without it, or write "
                     "a spec of this kind of model and pass it with --arch-spec."
                 )

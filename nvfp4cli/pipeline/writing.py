@@ -80,7 +80,7 @@ def _stream(plan: Plan, member: Member, shards: ShardWriter) -> None:
             stop = min(start + PIECE_BYTES, info.nbytes)
             data = source.checkpoint.read_bytes(stored, start, stop)
             if member.finite and not math.isfinite(nvfp4.amax(data.view(info.dtype))):
-                nvfp4.check_finite(source.read(member.name), member.name)
+                nvfp4.check_finite(source.read(info.name), member.name)
             shards.write_bytes(member.name, start, data)
         return
     rows, columns = info.shape[0], math.prod(info.shape[1:])

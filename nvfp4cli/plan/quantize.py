@@ -15,7 +15,7 @@ from nvfp4cli.layouts import LAYOUTS
 from nvfp4cli.layouts.record import Layout
 from nvfp4cli.layouts.sources import Source, SourceTensor, open_source
 from nvfp4cli.models import spec as specs
-from nvfp4cli.models.claims import Claim, claim
+from nvfp4cli.models.claims import Claim, as_written, claim
 from nvfp4cli.models.pieces import Piece, matrix_shape, pieces, transposed
 from nvfp4cli.models.sizes import Sizes
 from nvfp4cli.models.spec import ArchSpec
@@ -81,6 +81,7 @@ def plan_quantize(
     shapes.check(claims.values(), held, context.sizes, spec.experts)
     fold.check(recipe.rotate, spec, claims.values())
     claims = _ordered(_heads(claims, context), spec)
+    claims = as_written(claims) if context.layout else claims
     found = {name: infos[_source(c, context) if c else name] for name, c in claims.items()}
     shapes_of = {name: info.shape for name, info in found.items()}
     chosen = selection.select(
@@ -204,7 +205,7 @@ def _source(one: Claim, context: _Context) -> str:
     """The tensor that a claimed one is made from: the embedding for a tied head."""
     if one.spec.tied_to and context.tied and one.part == "weight":
         return f"{one.spec.tied_to}.weight"
-    return one.tensor
+    return one.source or one.tensor
 
 
 def _members(

@@ -116,7 +116,7 @@ def _matching(
 
 def _written(claim: Claim, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
     """The modules as which experts in one tensor are written."""
-    experts = range(shapes[claim.tensor][0]) if claim.spec.written_as else ()
+    experts = range(shapes[claim.tensor][0]) if claim.spec.per_expert else ()
     return [numbered(p, claim.layer, expert) for expert in experts for p in claim.spec.written_as]
 
 

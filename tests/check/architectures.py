@@ -94,11 +94,13 @@ TEXT = (
     case("apertus"),
     case("lfm2", full_attn_idxs=[2, 5, 8]),
     case("falcon_h1", **_FALCON),
+    case("llama4"),  # how it takes a picture is not known
 )
 PICTURES = (
     case("llava"),
     case("llava_next"),
     case("qwen2_vl", text_config=_MROPE),
+    case("qwen2_vl", name="bare"),
     case("qwen2_5_vl", text_config=_MROPE),
     case("qwen3_vl"),
     case("mistral3", tie_word_embeddings=False),

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from nvfp4cli.check.shrink import HIDDEN, VOCAB, shrink
+from nvfp4cli.check.shrink import HIDDEN, VOCAB, shrink, unstated
 from nvfp4cli.errors import CheckpointError, UnsupportedError
 
 DEEPSEEK = {
@@ -43,6 +43,14 @@ def test_sizes_keep_the_names_that_the_source_uses() -> None:
     assert "num_local_experts" not in twin  # transformers' own name of it
     twin = shrink({"model_type": "gpt2", "n_embd": 1600, "n_head": 25, "n_inner": None})
     assert (twin["n_embd"], twin["n_head"], twin["n_inner"]) == (HIDDEN, 6, None)
+
+
+def test_sizes_that_nothing_states() -> None:
+    assert unstated({"model_type": "hunyuan_v1_dense"}) == ["head_dim"]
+    assert unstated({"model_type": "hunyuan_v1_dense", "head_dim": 128}) == []
+    stated = {"model_type": "deepseek_v2", "n_group": None, "topk_group": None}
+    assert unstated(stated) == ["num_experts_per_tok"]
+    assert unstated({"model_type": "qwen2_vl"}) == []
 
 
 def test_heads_are_split_from_the_hidden_size_where_the_source_does_so() -> None:

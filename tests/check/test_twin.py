@@ -8,7 +8,7 @@ import torch
 from architectures import Case
 from safetensors.torch import load_file, save_file
 
-from nvfp4cli.check.compare import logits
+from nvfp4cli.check.compare import check, logits
 from nvfp4cli.check.inputs import inputs
 from nvfp4cli.check.precision import float64
 from nvfp4cli.check.shrink import VOCAB, configuration
@@ -69,6 +69,15 @@ def test_a_tensor_that_is_missing_is_not_filled_in(tmp_path: Path) -> None:
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match=r"missing_keys \['model.norm.weight'\]"):
         load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "missing"),
+    [("nemotron", "num_key_value_heads"), ("deepseek_v2", "num_experts_per_tok")],
+)
+def test_a_size_that_is_missing_is_named(model_type: str, missing: str) -> None:
+    with pytest.raises(UnsupportedError, match=rf"give {missing}\b.* in its config.json"):
+        check({"model_type": model_type})
 
 
 def test_what_generates_no_text_is_refused() -> None:

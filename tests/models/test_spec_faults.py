@@ -195,6 +195,14 @@ def test_a_model_of_another_kind_is_refused_by_its_flag(model_type, flag, value)
         claim(spec, [], {"num_hidden_layers": 1, flag: not value})
 
 
+@pytest.mark.parametrize(("width", "other"), [(512, True), (1024, False), (None, False)])
+def test_a_size_that_must_be_another_one_is_refused(width, other):
+    config = {"num_hidden_layers": 1, "hidden_size": 1024, "word_embed_proj_dim": width}
+    said = "^word_embed_proj_dim is 512 in config.json, which" if other else "lacks"
+    with pytest.raises(UnsupportedError, match=said):
+        claim(specs.load("opt"), [], config)
+
+
 # --- model_type ---
 
 
@@ -252,6 +260,17 @@ WRONG_EXPERTS = {
     ),
     "a text": ({X: together(written_as="l.{layer}.{expert}")}, "write a list of names"),
     "none": ({X: {"role": "writer", "axes": "expert out in"}}, "and no written_as"),
+    "two names of one module": (
+        {X: {"role": "inner", "written_as": ["l.{layer}.a", "l.{layer}.b"]}}, "give it one name",
+    ),
+    "another number": ({X: {"role": "inner", "written_as": ["a"]}}, "the numbers that the pattern"),
+    "of no module": (
+        {X: {"role": "inner", "written_as": ["l.{layer}.a"]}}, "which is no module of role inner",
+    ),
+    "of a module beside it": (
+        {X: {"role": "inner", "written_as": ["l.{layer}.a"]}, "l.{layer}.a": {"role": "inner"}},
+        "which is another module",
+    ),
     "a joiner": (
         {"n": {"role": "norm"}, X: {"role": "joiner", "norm": ["n"], "axes": "expert out in"}},
         "is a joiner and has an axis of experts",
@@ -290,6 +309,7 @@ WRONG_ENTRIES = {
     "braces": ({"keep": ["{foo}"]}, "keep holds '{foo}'"),
     "two layers": ({"keep": ["{layer}.{layer}"]}, "keep holds '{layer}.{layer}'"),
     "a flag's list": ({"unsupported": {"x": [1]}}, "unsupported holds [1]"),
+    "a flag's size": ({"unsupported": {"x": "not a size"}}, "unsupported holds 'not a size'"),
     "derived from a power": ({"derived": {"x": "a ** b"}}, "derived holds 'a ** b'"),
 }  # fmt: skip
 

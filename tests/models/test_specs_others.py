@@ -218,6 +218,24 @@ def test_an_mtp_block_refuses_r1_because_it_shares_the_head(model_type, made, tm
         claims_of({name: [] for name in names}, twin.made.config)
 
 
+@pytest.mark.parametrize("model_type", GATED)
+def test_an_mtp_block_is_whole(model_type, made, tmp_path):
+    twin = made(model_type)
+    names = with_mtp(twin, tmp_path / "mtp")
+    shapes = shapes_of(tmp_path / "mtp")
+    for gone in names:
+        rest = {name: shape for name, shape in shapes.items() if name != gone}
+        with pytest.raises(UnsupportedError) as refused:
+            claims_of(rest, twin.made.config)
+        assert str(refused.value).startswith("The checkpoint lacks mtp.")
+        if not gone.endswith("_proj.bias"):  # which config.json demands
+            assert "and holds others that predict further tokens" in str(refused.value)
+    two = twin.made.config | {"mtp_num_hidden_layers": 2}
+    with pytest.raises(UnsupportedError, match=r"lacks mtp\.layers\.1\."):
+        claims_of(shapes, two)
+    claims_of(shapes_of(twin.folder), two)
+
+
 # --- what engines merge, and what stays in high precision ---
 
 

@@ -177,8 +177,16 @@ def test_a_config_of_one_level(model_type, made, tmp_path):
 @pytest.mark.parametrize("model_type", GATED)
 def test_an_mtp_block_stands_beside_the_language_model(model_type, made):
     twin = made(model_type)
-    block = {"mtp.fc.weight": [48, 96], "mtp.norm.weight": [48]}
-    found = claims_of(shapes_of(twin.folder) | block, twin.made.config)
+    shapes = shapes_of(twin.folder)
+    layer = next(n.partition(".self_attn.")[0] for n in shapes if ".self_attn.q_proj." in n) + "."
+    block = {
+        **{f"mtp.layers.0.{name.removeprefix(layer)}": shape
+           for name, shape in shapes.items() if name.startswith(layer)},
+        "mtp.fc.weight": [48, 96],
+        **{f"mtp.{name}.weight": [48]
+           for name in ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm")},
+    }  # fmt: skip
+    found = claims_of(shapes | block, twin.made.config)
     for name in block:
         one = found[name]
         assert one is not None and one.mtp
