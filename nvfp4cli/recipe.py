@@ -35,7 +35,8 @@ _CHOICES = {
 }
 # Whole numbers -> the least and the largest that makes sense.
 _COUNTS = {"sequences": (2, 2**20), "sequence_length": (16, 2**20), "keep_first": (0, 2**20),
-           "keep_last": (0, 2**20)}  # fmt: skip
+           "keep_last": (0, 2**20), "keep_worst": (0, 2**20)}  # fmt: skip
+_BITS = (4.5, 16)
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SEEDS = 2**64  # what readers of the record in other languages hold
 
@@ -50,6 +51,9 @@ class Recipe:
     gptq. kv_cache: the format that engines keep keys and values in, with scales from calibration.
     text: file of the calibration text, of which the first `sequences` of `sequence_length` tokens
     are used, or "random", for tokens drawn from `seed`; None: a text that comes with the tool.
+    bits: that a value of the weights to be quantised may take on average; the groups of weights
+    that cost the model most are FP8 then, or stay in the source dtype. None: all are NVFP4.
+    keep_worst: how many groups, those that would cost most, stay in the source dtype beside that.
     keep_first, keep_last: decoder layers at the ends that stay in the source dtype. layout: on-disk
     convention. rotate: which rotations are folded in, of which rotation_kind, from which seed.
     ignore: patterns of modules that stay in the source dtype. include: patterns of modules that are
@@ -67,6 +71,8 @@ class Recipe:
     text: str | None = None
     sequences: int = 128
     sequence_length: int = 512
+    bits: float | None = None
+    keep_worst: int = 0
     keep_first: int = 0
     keep_last: int = 0
     layout: str = "torchao"
@@ -91,7 +97,12 @@ class Recipe:
             return False
         weighed = self.method == "mse" and self.text is not None
         scaled = self.scheme == "w4a4" or self.kv_cache != "none"
-        return weighed or scaled or self.method == "gptq"
+        return weighed or scaled or self.measures or self.method == "gptq"
+
+    @property
+    def measures(self) -> bool:
+        """Formats are chosen by what they cost the model."""
+        return self.scheme != "none" and (self.bits is not None or self.keep_worst > 0)
 
     @property
     def block_scales(self) -> str:
@@ -222,6 +233,10 @@ def _fault(key: str, value: Any) -> str | None:
         whole = isinstance(value, int) and not isinstance(value, bool)
         fits = whole and least <= value <= most
         return None if fits else f"is {shown!r}: give a whole number from {least} to {most}."
+    if key == "bits":
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        fits = value is None or (number and _BITS[0] <= value <= _BITS[1])
+        return None if fits else f"is {shown!r}: give a number from {_BITS[0]} to {_BITS[1]}."
     if key == "text":
         fits = value is None or (isinstance(value, str) and bool(value))
         return None if fits else f"is {shown!r}: name a text file."

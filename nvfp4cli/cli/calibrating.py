@@ -10,9 +10,10 @@ from nvfp4cli.cli.device import pick
 from nvfp4cli.cli.source import Source
 from nvfp4cli.errors import CheckpointError
 from nvfp4cli.pipeline import compute
-from nvfp4cli.pipeline.calibrated import facts_of
+from nvfp4cli.pipeline.budget import decide
+from nvfp4cli.pipeline.calibrated import facts_of, stage_number
 from nvfp4cli.plan.quantize import plan_quantize
-from nvfp4cli.plan.record import Plan
+from nvfp4cli.plan.record import Budget, Plan
 from nvfp4cli.recipe import RANDOM_TEXT, Recipe
 from nvfp4cli.runtime.model import load_tokenizer
 from nvfp4cli.runtime.text import leading_bos, tokenize
@@ -68,6 +69,22 @@ def calibrate(source: Source, out: Path, recipe: Recipe, device: str, *, as_json
         console.print_json({**facts, "warnings": found})
     else:
         console.line(f"{out}: inputs of {len(statistics.inputs)} modules")
+
+
+def budget(plan: Plan, text: Sequences, device: str) -> Budget:
+    """The formats that the weights of a plan get within the bits of its recipe."""
+    layers = {job.stage for job in plan.jobs if stage_number(job.stage) is not None}
+    console.say(f"Measuring what formats cost on {text.facts['text']}.")
+    with console.counter() as bar:
+        task = bar.add_task("forward", total=len(layers))
+        running = decide(plan, text, device)
+        while True:
+            try:
+                stage = next(running)
+            except StopIteration as end:
+                found: Budget = end.value
+                return found
+            bar.update(task, advance=1, description=stage)
 
 
 def reuse(path: Path, plan: Plan) -> Statistics:

@@ -12,6 +12,7 @@ import typer
 from nvfp4cli import __version__
 from nvfp4cli.cli.options import (
     ArchSpecFile,
+    Bits,
     Device,
     DryRun,
     Dtype,
@@ -20,6 +21,7 @@ from nvfp4cli.cli.options import (
     Json,
     KeepFirst,
     KeepLast,
+    KeepWorst,
     KvCache,
     Layout,
     Method,
@@ -94,6 +96,8 @@ def quantize(
     seed: Seed = None,
     ignore: Ignore = None,
     include: Include = None,
+    bits: Bits = None,
+    keep_worst: KeepWorst = None,
     keep_first: KeepFirst = None,
     keep_last: KeepLast = None,
     dtype: Dtype = None,

@@ -142,6 +142,18 @@ Ignore = Annotated[
 Include = Annotated[
     list[str] | None, typer.Option(help="Modules to quantise though kept by default: lm_head.")
 ]
+Bits = Annotated[
+    float | None,
+    typer.Option(
+        metavar="4.5..16",
+        show_default="all NVFP4",
+        help="Average bits of the weights: those that matter most become FP8 or stay.",
+    ),
+]
+KeepWorst = Annotated[
+    int | None,
+    typer.Option(show_default="0", help="Groups of weights to keep: those that would cost most."),
+]
 KeepFirst = Annotated[
     int | None, typer.Option(show_default="0", help="Decoder layers to keep at the start.")
 ]

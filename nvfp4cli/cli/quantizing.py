@@ -4,6 +4,7 @@ import shlex
 import time
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from nvfp4cli.errors import RecipeError
 from nvfp4cli.layouts import LAYOUTS
 from nvfp4cli.plan.convert import plan_convert
 from nvfp4cli.plan.quantize import plan_quantize
-from nvfp4cli.plan.record import Plan
+from nvfp4cli.plan.record import Budget, Plan
 from nvfp4cli.recipe import RANDOM_TEXT, Recipe
 
 # What works for this share of the time holds up everything else.
@@ -51,19 +52,32 @@ def quantize(
             "--stats holds what scales are chosen by, and gptq needs the text itself: leave it "
             "out, or use --method mse."
         )
+    if manner.stats is not None and recipe.measures:
+        raise RecipeError(
+            "--bits and --keep-worst are decided by running the model, and --stats is there to "
+            "save that: leave out one of them."
+        )
     idle = _idle(recipe, given, manner)
     if strict and idle:
         raise RecipeError(idle[0])
     pick(manner.device)  # a device that is not there is said before anything is read
     checkpoint = source.open(headers_only=manner.dry_run)
-    plan = plan_quantize(
-        checkpoint, recipe, model=source.model, arch_spec=source.arch_spec, strict=strict
+    make = partial(
+        plan_quantize,
+        checkpoint,
+        recipe,
+        model=source.model,
+        arch_spec=source.arch_spec,
+        strict=strict,
     )
+    plan = make()
     shown: Sequences | Statistics | None = None
     if manner.stats is not None:
         shown = calibrating.reuse(manner.stats, plan)
     elif recipe.needs_text and not manner.dry_run:  # then a hub id has no tokenizer here yet
         shown = calibrating.sequences(plan)
+    if recipe.measures and isinstance(shown, Sequences):
+        plan = make(budget=calibrating.budget(plan, shown, pick(manner.device)))
     _show_or_run(_warned(plan, idle), out, manner, shown)
 
 
@@ -165,6 +179,8 @@ def _run(plan: Plan, out: Path, manner: Manner, shown: Sequences | Statistics | 
     if manner.as_json:
         console.print_json(summary)
         return
+    if plan.facts.budget:
+        _print_budget(plan.facts.budget)
     _print_summary(plan, out, seconds)
     if occupation:
         console.line(occupation)
@@ -190,6 +206,7 @@ def _facts(plan: Plan) -> dict[str, Any]:
         "source_bytes": plan.source.checkpoint.nbytes,
         "presets": plan.facts.presets,
         "totals": plan.totals(),
+        **({"budget": plan.facts.budget.facts()} if plan.facts.budget else {}),
     }
 
 
@@ -201,12 +218,28 @@ def _scheme(plan: Plan) -> str:
 
 def _print_summary(plan: Plan, out: Path, seconds: float) -> None:
     totals = plan.totals()
-    share = totals["quantized_parameters"] / max(1, totals["parameters"])
+    share = totals["nvfp4_parameters"] / max(1, totals["parameters"])
     console.line(
         f"{out}: {console.size(plan.source.checkpoint.nbytes)} -> "
         f"{console.size(totals['bytes'])} in {seconds:.1f} s, "
         f"{totals['bits_per_parameter']:.2f} bits per parameter, "
         f"{share:.1%} of the parameters in NVFP4"
+    )
+
+
+def _print_budget(budget: Budget) -> None:
+    """What each group of weights has become, and why."""
+    console.table(
+        "Formats by what they cost (KL divergence, nats for a token)",
+        ("modules", "format", "in NVFP4", "in FP8"),
+        (
+            (one.name, one.format, f"{one.costs['nvfp4']:.2e}", f"{one.costs['fp8']:.2e}")
+            for one in budget.decisions
+        ),
+    )
+    console.line(
+        f"{budget.bits:.3f} bits for a weight on average; rounding costs about "
+        f"{budget.divergence:.3g} nats for a token with codes to nearest."
     )
 
 
@@ -217,6 +250,8 @@ def _next_step(plan: Plan, out: Path) -> str:
 def _show_plan(plan: Plan, as_json: bool) -> None:
     """Every tensor's decision and the needs of the run."""
     _tell(plan)
+    if plan.recipe.measures:
+        console.say("Formats are decided by running the model: this plan has all in NVFP4.")
     rows = [
         {
             "name": member.name,

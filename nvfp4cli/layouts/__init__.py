@@ -14,9 +14,10 @@ from nvfp4cli.checkpoint.reader import Checkpoint, TensorInfo
 from nvfp4cli.checkpoint.writer import Output
 from nvfp4cli.errors import CheckpointError, WeightError
 from nvfp4cli.formats import e4m3
+from nvfp4cli.formats.fp8 import decode as decode_fp8
 from nvfp4cli.formats.nvfp4 import GlobalScale, dequantize
 from nvfp4cli.layouts import comfy, compressed_tensors, modelopt, torchao
-from nvfp4cli.layouts.record import Layout, Shape, Stored
+from nvfp4cli.layouts.record import Layout, Shape, Stored, StoredFp8
 
 LAYOUTS: dict[str, Layout] = {
     layout.NAME: layout for layout in (torchao, comfy, compressed_tensors, modelopt)
@@ -24,6 +25,7 @@ LAYOUTS: dict[str, Layout] = {
 
 # Scales of activations and KV caches, which stand beside the source model's own tensors.
 _INPUT_SCALE_SUFFIXES = (".input_global_scale", ".input_scale")
+_FP8_PARTS = ("weight", "weight_scale")
 _MARKER_SUFFIX = ".comfy_quant"
 _AUXILIARY_SUFFIXES = (*_INPUT_SCALE_SUFFIXES, ".k_scale", ".v_scale", _MARKER_SUFFIX)
 
@@ -54,7 +56,8 @@ class StoredWeights:
     @cached_property
     def names(self) -> tuple[str, ...]:
         """The source model's tensor names, sorted."""
-        return tuple(sorted([*(f"{m}.weight" for m in self.quantized), *self.plain]))
+        modules = [*self.quantized, *(self.fp8 if self.quantized else ())]
+        return tuple(sorted([*(f"{module}.weight" for module in modules), *self.plain]))
 
     @cached_property
     def plain(self) -> tuple[str, ...]:
@@ -64,6 +67,8 @@ class StoredWeights:
             for module, shape in self.quantized.items()
             for output in self.layout.outputs(module, shape, False)  # type: ignore[union-attr]
         }
+        if self.quantized:
+            owned |= {f"{module}.{part}" for module in self.fp8 for part in _FP8_PARTS}
         return tuple(
             name
             for name in sorted(self.checkpoint.tensors)
@@ -83,8 +88,49 @@ class StoredWeights:
 
     @cached_property
     def activations(self) -> bool:
-        """True where static input scales are stored (W4A4)."""
-        return any(name.endswith(_INPUT_SCALE_SUFFIXES) for name in self.auxiliary)
+        """True where static input scales of NVFP4 weights are stored (W4A4)."""
+        scaled = set(self.auxiliary)
+        return any(
+            module + suffix in scaled
+            for module in self.quantized
+            for suffix in _INPUT_SCALE_SUFFIXES
+        )
+
+    @cached_property
+    def fp8(self) -> dict[str, str | None]:
+        """Modules in FP8 -> the name of their static input scale, if there is one.
+
+        Of a checkpoint without NVFP4 too.
+        """
+        tensors, found = self.checkpoint.tensors, {}
+        for name, info in tensors.items():
+            module = name.removesuffix(".weight")
+            scaled = f"{name}_scale" in tensors
+            if module != name and info.dtype == torch.float8_e4m3fn and scaled:
+                static = f"{module}.input_scale"
+                found[module] = static if static in tensors else None
+        return found
+
+    def stored_fp8(self, module: str) -> StoredFp8:
+        """A module of `fp8`. Raises WeightError where a scale is no usable number."""
+        name = f"{module}.weight_scale"
+        self._check_global_scale(module, name)
+        return StoredFp8(
+            self.checkpoint.read(f"{module}.weight"),
+            self.checkpoint.read(name).item(),
+            self.fp8_input_scale(module),
+        )
+
+    def fp8_input_scale(self, module: str) -> float | None:
+        """The static input scale of a module of `fp8`, None for one without.
+
+        Raises WeightError where it is no usable number.
+        """
+        name = self.fp8[module]
+        if name is None:
+            return None
+        self._check_global_scale(module, name)
+        return self.checkpoint.read(name).item()
 
     def stored(self, module: str, activations: bool = False) -> Stored:
         """The canonical record of a quantised module, on request with its input scale.
@@ -173,6 +219,9 @@ class StoredWeights:
         module = name.removesuffix(".weight")
         if module in self.quantized:
             return dequantize(self.stored(module).weight)
+        if self.quantized and module in self.fp8:
+            stored = self.stored_fp8(module)
+            return decode_fp8(stored.values, stored.scale)
         return self.checkpoint.read(name)
 
 

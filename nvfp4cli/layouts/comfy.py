@@ -16,12 +16,13 @@ from nvfp4cli.checkpoint.writer import Output
 from nvfp4cli.errors import UnsupportedError
 from nvfp4cli.formats import e2m1, swizzle
 from nvfp4cli.formats.nvfp4 import BLOCK, GlobalScale, Quantized
-from nvfp4cli.layouts.record import CacheScales, Contents, Read, Shape, Stored, scalar
+from nvfp4cli.layouts.record import CacheScales, Contents, Read, Shape, Stored, StoredFp8, scalar
 
 NAME = "comfy"
 SWIZZLED = True
 SINGLE_FILE = True
 INPUT_SCALES = True
+FP8_SCHEMES: tuple[str, ...] = ()
 SERVE = "Use: copy {out}/model.safetensors to ComfyUI/models/text_encoders"
 
 _MARKER = b'{"format": "nvfp4"}'
@@ -95,6 +96,16 @@ def load(module: str, shape: Shape, read: Read, activations: bool) -> Stored:
 def input_scale(stored: float) -> GlobalScale:
     """Stored as the multiplier."""
     return GlobalScale.from_multiplier(stored)
+
+
+def fp8_outputs(module: str, shape: Shape, activations: bool) -> tuple[Output, ...]:
+    """None: it has no such modules."""
+    return ()
+
+
+def fp8_export(module: str, stored: StoredFp8) -> dict[str, Tensor]:
+    """None."""
+    return {}
 
 
 def cache_outputs(attention: str) -> tuple[Output, ...]:

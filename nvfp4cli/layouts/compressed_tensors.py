@@ -14,16 +14,28 @@ from torch import Tensor
 from nvfp4cli.checkpoint.reader import Checkpoint
 from nvfp4cli.checkpoint.writer import Output
 from nvfp4cli.formats.nvfp4 import BLOCK, GlobalScale, Quantized
-from nvfp4cli.layouts.record import CacheScales, Contents, Read, Shape, Stored, scalar
+from nvfp4cli.layouts import fp8_modules
+from nvfp4cli.layouts.record import (
+    CacheScales,
+    Contents,
+    Read,
+    Shape,
+    Stored,
+    StoredFp8,
+    scalar,
+)
 
 NAME = "compressed-tensors"
 SWIZZLED = False
 SINGLE_FILE = False
 INPUT_SCALES = True
+FP8_SCHEMES = ("w4a16", "w4a4")
 SERVE = "Serve: vllm serve {out}"
 
 _FORMAT = "nvfp4-pack-quantized"
-_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+_MIXED = "mixed-precision"
+# Of a KV cache, and of modules in FP8.
+_FP8 = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
 
 
 def outputs(module: str, shape: Shape, activations: bool) -> tuple[Output, ...]:
@@ -85,6 +97,16 @@ def input_scale(stored: float) -> GlobalScale:
     return GlobalScale.from_divisor(stored)
 
 
+def fp8_outputs(module: str, shape: Shape, activations: bool) -> tuple[Output, ...]:
+    """weight, weight_scale and, with activations, input_scale."""
+    return fp8_modules.outputs(module, shape, activations, (1,))
+
+
+def fp8_export(module: str, stored: StoredFp8) -> dict[str, Tensor]:
+    """The tensors of a module."""
+    return fp8_modules.export(module, stored, (1,))
+
+
 def cache_outputs(attention: str) -> tuple[Output, ...]:
     """k_scale and v_scale."""
     return (
@@ -125,20 +147,32 @@ def quantization_config(contents: Contents) -> dict[str, Any]:
     }
     activations = {**weights, "dynamic": "local", "scale_dtype": "torch.float8_e4m3fn"}
     group = {
-        "targets": ["Linear"],
+        # Class names stand in the way of other groups: some engines take names alone then.
+        "targets": fp8_modules.targets(contents.quantized) if contents.fp8 else ["Linear"],
         "weights": weights,
         "input_activations": activations if contents.activations else None,
         "output_activations": None,
         "format": _FORMAT,
     }
+    others = {"group_1": _fp8_group(contents)} if contents.fp8 else {}
     return {
         "quant_method": "compressed-tensors",
-        "format": _FORMAT,
+        "format": _MIXED if contents.fp8 else _FORMAT,
         "quantization_status": "compressed",
         "global_compression_ratio": None,
-        "kv_cache_scheme": _CACHE if contents.caches else None,
+        "kv_cache_scheme": _FP8 if contents.caches else None,
         "ignore": sorted(contents.kept),
-        "config_groups": {"group_0": group},
+        "config_groups": {"group_0": group, **others},
+    }
+
+
+def _fp8_group(contents: Contents) -> dict[str, Any]:
+    return {
+        "targets": fp8_modules.targets(contents.fp8),
+        "weights": _FP8,
+        "input_activations": _FP8 if contents.activations else None,
+        "output_activations": None,
+        "format": "float-quantized",
     }
 
 

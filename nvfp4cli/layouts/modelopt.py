@@ -12,16 +12,26 @@ from torch import Tensor
 from nvfp4cli.checkpoint.reader import Checkpoint
 from nvfp4cli.checkpoint.writer import Output
 from nvfp4cli.formats.nvfp4 import BLOCK, GlobalScale, Quantized
-from nvfp4cli.layouts.record import CacheScales, Contents, Read, Shape, Stored, scalar
+from nvfp4cli.layouts import fp8_modules
+from nvfp4cli.layouts.record import (
+    CacheScales,
+    Contents,
+    Read,
+    Shape,
+    Stored,
+    StoredFp8,
+    scalar,
+)
 
 NAME = "modelopt"
 SWIZZLED = False
 SINGLE_FILE = False
 INPUT_SCALES = True
+FP8_SCHEMES = ("w4a4",)  # its FP8 is never weight-only
 SERVE = "Serve: vllm serve {out}"
 
 # Engines read "modelopt" as the producer of the convention, not of the file.
-_CACHE = {"dynamic": False, "num_bits": 8, "type": "float"}
+_FP8 = {"dynamic": False, "num_bits": 8, "type": "float"}
 _PRODUCER = {"name": "modelopt", "version": "0.47.0"}
 
 
@@ -84,6 +94,16 @@ def input_scale(stored: float) -> GlobalScale:
     return GlobalScale.from_multiplier(stored)
 
 
+def fp8_outputs(module: str, shape: Shape, activations: bool) -> tuple[Output, ...]:
+    """weight, weight_scale and, with activations, input_scale."""
+    return fp8_modules.outputs(module, shape, activations, ())
+
+
+def fp8_export(module: str, stored: StoredFp8) -> dict[str, Tensor]:
+    """The tensors of a module."""
+    return fp8_modules.export(module, stored, ())
+
+
 def cache_outputs(attention: str) -> tuple[Output, ...]:
     """k_scale and v_scale, beside the projections."""
     return (
@@ -113,12 +133,21 @@ def quantization_config(contents: Contents) -> dict[str, Any]:
     group: dict[str, Any] = {"weights": values, "targets": ["Linear"]}
     if contents.activations:
         group["input_activations"] = values
-    caches = {"kv_cache_scheme": _CACHE} if contents.caches else {}
+    groups = {"group_0": group}
+    if contents.fp8:
+        group["targets"] = sorted(contents.quantized)
+        groups["group_1"] = {
+            "weights": _FP8,
+            "input_activations": _FP8,
+            "targets": sorted(contents.fp8),
+        }
+    caches = {"kv_cache_scheme": _FP8} if contents.caches else {}
     return {
         "quant_method": "modelopt",
         "quant_algo": _algorithm(contents),
         "ignore": sorted(contents.kept),
-        "config_groups": {"group_0": group},
+        "config_groups": groups,
+        **_layers(contents),
         "producer": _PRODUCER,
         **caches,
     }
@@ -131,9 +160,23 @@ def extra_files(contents: Contents) -> dict[str, dict[str, Any]]:
         "kv_cache_quant_algo": "FP8" if contents.caches else None,
         "group_size": BLOCK,
         "exclude_modules": sorted(contents.kept),
+        **_layers(contents),
     }
     return {"hf_quant_config.json": {"producer": _PRODUCER, "quantization": quantization}}
 
 
 def _algorithm(contents: Contents) -> str:
+    return "MIXED_PRECISION" if contents.fp8 else _nvfp4(contents)
+
+
+def _nvfp4(contents: Contents) -> str:
     return "NVFP4" if contents.activations else "W4A16_NVFP4"
+
+
+def _layers(contents: Contents) -> dict[str, Any]:
+    """The algorithm of each module, which mixed checkpoints state."""
+    if not contents.fp8:
+        return {}
+    nvfp4, fp8 = {"quant_algo": _nvfp4(contents), "group_size": BLOCK}, {"quant_algo": "FP8"}
+    found = {**dict.fromkeys(contents.quantized, nvfp4), **dict.fromkeys(contents.fp8, fp8)}
+    return {"quantized_layers": dict(sorted(found.items()))}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from nvfp4cli.checkpoint.reader import Checkpoint
 from nvfp4cli.checkpoint.writer import Output
-from nvfp4cli.formats import e4m3
+from nvfp4cli.formats import fp8
 from nvfp4cli.formats.nvfp4 import GlobalScale, Quantized
 
 Read = Callable[[str], Tensor]
@@ -28,6 +28,19 @@ class Stored:
 
 
 @dataclass(frozen=True)
+class StoredFp8:
+    """A module in FP8, of a mixed checkpoint.
+
+    values: float8_e4m3fn [out, in]. scale: the fp32 multiplier of all of them. input_scale: the
+    static one of activations, None in weight-only files.
+    """
+
+    values: Tensor
+    scale: float
+    input_scale: float | None = None
+
+
+@dataclass(frozen=True)
 class CacheScales:
     """Of an attention module: what FP8 keys and values in the cache are multiplied by."""
 
@@ -37,12 +50,7 @@ class CacheScales:
     @classmethod
     def from_amax(cls, key: float, value: float) -> "CacheScales":
         """amax / 448 each; 1 where nothing but zeros was seen, or is below what fp32 divides by."""
-        return cls(_fp8_scale(key), _fp8_scale(value))
-
-
-def _fp8_scale(amax: float) -> float:
-    scale = torch.tensor(amax / e4m3.MAX, dtype=torch.float32).item()
-    return scale if scale >= torch.finfo(torch.float32).tiny else 1.0
+        return cls(fp8.scale_of(key), fp8.scale_of(value))
 
 
 @dataclass(frozen=True)
@@ -50,13 +58,14 @@ class Contents:
     """What a checkpoint will hold, for the writing of its configuration.
 
     quantized: modules in NVFP4. kept: linear modules in the source dtype. activations: True where
-    input scales are stored. caches: True where scales of an FP8 KV cache are.
+    input scales are stored. caches: True where scales of an FP8 KV cache are. fp8: modules in FP8.
     """
 
     quantized: Collection[str]
     kept: Collection[str]
     activations: bool
     caches: bool = False
+    fp8: Collection[str] = ()
 
 
 class Layout(Protocol):
@@ -66,6 +75,7 @@ class Layout(Protocol):
     SWIZZLED: bool
     SINGLE_FILE: bool  # its consumer takes one file only
     INPUT_SCALES: bool  # it can hold static activation scales
+    FP8_SCHEMES: tuple[str, ...]  # of a recipe, in which other modules may be in FP8
     SERVE: str  # what to do with the output {out}
 
     def outputs(self, module: str, shape: Shape, activations: bool) -> tuple[Output, ...]:
@@ -85,6 +95,12 @@ class Layout(Protocol):
 
     def input_scale(self, stored: float) -> GlobalScale:
         """The activation scale that a stored number stands for."""
+
+    def fp8_outputs(self, module: str, shape: Shape, activations: bool) -> tuple[Output, ...]:
+        """The tensors that store a module in FP8, the values first."""
+
+    def fp8_export(self, module: str, stored: StoredFp8) -> dict[str, Tensor]:
+        """Those tensors with their data."""
 
     def cache_outputs(self, attention: str) -> tuple[Output, ...]:
         """The tensors that store the cache scales of an attention module, keys first."""

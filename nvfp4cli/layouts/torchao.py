@@ -15,12 +15,13 @@ from nvfp4cli.checkpoint.writer import Output
 from nvfp4cli.errors import UnsupportedError
 from nvfp4cli.formats import swizzle
 from nvfp4cli.formats.nvfp4 import BLOCK, GlobalScale, Quantized
-from nvfp4cli.layouts.record import CacheScales, Contents, Read, Shape, Stored, scalar
+from nvfp4cli.layouts.record import CacheScales, Contents, Read, Shape, Stored, StoredFp8, scalar
 
 NAME = "torchao"
 SWIZZLED = True
 SINGLE_FILE = False
 INPUT_SCALES = False  # transformers' loader does not know the name of the activation scale
+FP8_SCHEMES: tuple[str, ...] = ()
 SERVE = "Serve: vllm serve {out}"
 
 _QDATA = "._weight_qdata"
@@ -86,6 +87,16 @@ def load(module: str, shape: Shape, read: Read, activations: bool) -> Stored:
 def input_scale(stored: float) -> GlobalScale:
     """Stored as the multiplier."""
     return GlobalScale.from_multiplier(stored)
+
+
+def fp8_outputs(module: str, shape: Shape, activations: bool) -> tuple[Output, ...]:
+    """None: it has no such modules."""
+    return ()
+
+
+def fp8_export(module: str, stored: StoredFp8) -> dict[str, Tensor]:
+    """None."""
+    return {}
 
 
 def cache_outputs(attention: str) -> tuple[Output, ...]:

@@ -18,8 +18,9 @@ from nvfp4cli.calibrate.moments import Seen
 from nvfp4cli.calibrate.statistics import Inputs, Statistics
 from nvfp4cli.calibrate.text import Sequences
 from nvfp4cli.errors import UnsupportedError, WeightError
+from nvfp4cli.formats import fp8
 from nvfp4cli.formats.nvfp4 import GlobalScale
-from nvfp4cli.layouts.record import CacheScales, Stored
+from nvfp4cli.layouts.record import CacheScales, Stored, StoredFp8
 from nvfp4cli.pipeline import compute
 from nvfp4cli.pipeline.compute import Result
 from nvfp4cli.plan.record import Job, Member, Plan
@@ -82,7 +83,7 @@ class Layers:
         places = {
             tuple(member.module for member in job.members): place
             for place, job in enumerate(jobs)
-            if job.members[0].action == "quantize"
+            if job.members[0].quantized
         }
         caches = {
             place: job.members[0].module
@@ -94,15 +95,22 @@ class Layers:
         def choose(group: Group, weights: list[Tensor], seen: Seen) -> list[Tensor]:
             stored, warnings = self._quantized(jobs[places[group]], weights, seen)
             found[places[group]] = [on_host(one) for one in stored], warnings
-            return [kernels.dequantize(one.weight, torch.float32) for one in stored]
+            return [compute.served(one) for one in stored]
+
+        def activation(group: Group, amax: float) -> Callable[[Tensor], Tensor]:
+            """What the served layer makes of an input."""
+            _check_finite(group[0], amax)
+            if jobs[places[group]].members[0].action == "fp8":
+                return activations.static_fp8(fp8.scale_of(amax))
+            return activations.static(GlobalScale.from_amax(amax))
 
         if number is not None and number < self._layers:
             cache = Observed() if caches else None
-            self._walk.layer(number, list(places), choose, _activation, cache)
+            self._walk.layer(number, list(places), choose, activation, cache)
             for place, attention in caches.items():
                 found[place] = [self._cache(attention, cache)], []
         elif places:
-            self._walk.tail(list(places), choose, _activation)
+            self._walk.tail(list(places), choose, activation)
         return found
 
     def _cache(self, attention: str, cache: Observed | None) -> CacheScales:
@@ -118,7 +126,7 @@ class Layers:
 
     def _quantized(
         self, job: Job, weights: list[Tensor], seen: Seen
-    ) -> tuple[list[Stored], list[str]]:
+    ) -> tuple[list[Stored] | list[StoredFp8], list[str]]:
         _check_finite(job.members[0].module, seen.amax)
         inputs = Inputs(seen.amax, seen.whole.mean_square, seen.whole.tokens)
         self.statistics.inputs.update({member.module: inputs for member in job.members})
@@ -143,12 +151,6 @@ def _tensor_cores() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _activation(group: Group, amax: float) -> Callable[[Tensor], Tensor]:
-    """What a layer with a static input scale makes of its input."""
-    _check_finite(group[0], amax)
-    return activations.static(GlobalScale.from_amax(amax))
-
-
 def _check_finite(module: str, amax: float) -> None:
     if not math.isfinite(amax):
         raise WeightError(
@@ -157,8 +159,10 @@ def _check_finite(module: str, amax: float) -> None:
         )
 
 
-def on_host(stored: Stored) -> Stored:
+def on_host(stored: Stored | StoredFp8) -> Stored | StoredFp8:
     """The same in the memory that files are written from."""
+    if isinstance(stored, StoredFp8):
+        return replace(stored, values=stored.values.cpu())
     weight = stored.weight
     host = replace(weight, packed=weight.packed.cpu(), block_scale=weight.block_scale.cpu())
     return replace(stored, weight=host)

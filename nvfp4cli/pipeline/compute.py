@@ -10,9 +10,9 @@ from nvfp4cli import kernels
 from nvfp4cli.calibrate.moments import Seen
 from nvfp4cli.calibrate.statistics import Statistics
 from nvfp4cli.errors import CheckpointError, WeightError
-from nvfp4cli.formats import nvfp4
+from nvfp4cli.formats import fp8, nvfp4
 from nvfp4cli.formats.nvfp4 import GlobalScale, Quantized
-from nvfp4cli.layouts.record import CacheScales, Stored
+from nvfp4cli.layouts.record import CacheScales, Stored, StoredFp8
 from nvfp4cli.layouts.sources import Source
 from nvfp4cli.methods import gptq, refit, scales
 from nvfp4cli.models.pieces import upright
@@ -22,7 +22,7 @@ from nvfp4cli.rotate import fold
 
 # What a member has become: a weight for the layout to write, a tensor, or nothing where it is
 # streamed while it is written.
-Result = Stored | CacheScales | Tensor | None
+Result = Stored | StoredFp8 | CacheScales | Tensor | None
 # Jobs as they are carried out, each with its warnings once its results are on their way.
 Work = Generator[tuple[Job, list[str]], None, None]
 
@@ -80,11 +80,13 @@ def cache_scales(attention: str, statistics: Statistics | None) -> CacheScales:
 
 def calibrated(
     job: Job, tensors: list[Tensor], maxima: list[float], recipe: Recipe, seen: Seen
-) -> tuple[list[Stored], list[str]]:
+) -> tuple[list[Stored] | list[StoredFp8], list[str]]:
     """The members of a group by what has been seen of their input, and warnings.
 
     tensors, maxima: as of `quantized`.
     """
+    if job.members[0].action == "fp8":
+        return _in_fp8(tensors, recipe, seen), []
     input_scale = GlobalScale.from_amax(seen.amax) if recipe.scheme == "w4a4" else None
     if nvfp4.vanishes(max(maxima)):
         zeros = [Stored(nvfp4.zeros(*tensor.shape), input_scale) for tensor in tensors]
@@ -103,6 +105,24 @@ def calibrated(
     parts = zip(q.packed.split(rows), q.block_scale.split(rows), strict=True)
     results = [Stored(Quantized(*part, scale), input_scale) for part in parts]
     return results, _vanishing(job, maxima)
+
+
+def _in_fp8(tensors: list[Tensor], recipe: Recipe, seen: Seen) -> list[StoredFp8]:
+    """The members of a group under one scale."""
+    matrix = torch.cat([tensor.to(torch.float32) for tensor in tensors])
+    if recipe.method == "gptq":
+        matrix = _refitted(matrix, seen)
+    scale = fp8.scale_of(kernels.amax(matrix))
+    input_scale = fp8.scale_of(seen.amax) if recipe.scheme == "w4a4" else None
+    values = fp8.encode(matrix, scale).split([len(tensor) for tensor in tensors])
+    return [StoredFp8(part, scale, input_scale) for part in values]
+
+
+def served(stored: Stored | StoredFp8) -> Tensor:
+    """The matrix that engines multiply by, fp32 [out, in]."""
+    if isinstance(stored, StoredFp8):
+        return fp8.decode(stored.values, stored.scale)
+    return kernels.dequantize(stored.weight, torch.float32)
 
 
 def _refitted(weight: Tensor, seen: Seen) -> Tensor:
@@ -131,7 +151,7 @@ def matrix(member: Member, stored: Tensor) -> Tensor:
 
 def edited(member: Member, data: Tensor, read: fold.Read) -> Tensor:
     """The member, or rows of it, as it is written or encoded; in fp32 or fp64 where edited."""
-    if member.piece or member.action == "quantize":
+    if member.piece or member.quantized:
         whole = matrix(member, data)
         return fold.apply(whole, member.edits, read) if member.edits else whole
     if not member.edits:
@@ -157,8 +177,9 @@ def check_maxima(job: Job, maxima: list[float], read: fold.Read) -> None:
     """Raise WeightError for a member whose largest magnitude is not finite."""
     for member, maximum in zip(job.members, maxima, strict=True):
         if not math.isfinite(maximum):
-            quantize = member.action == "quantize"
-            raise misfit(member, torch.float32 if quantize else member.outputs[0].dtype, read)
+            raise misfit(
+                member, torch.float32 if member.quantized else member.outputs[0].dtype, read
+            )
 
 
 def misfit(member: Member, dtype: torch.dtype, read: fold.Read) -> WeightError:

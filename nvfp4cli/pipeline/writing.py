@@ -8,7 +8,7 @@ from torch import Tensor
 
 from nvfp4cli.checkpoint.writer import ShardWriter
 from nvfp4cli.formats import nvfp4
-from nvfp4cli.layouts.record import CacheScales, Stored
+from nvfp4cli.layouts.record import CacheScales, Stored, StoredFp8
 from nvfp4cli.pipeline.compute import Result, edited, rounded
 from nvfp4cli.plan.record import Job, Member, Plan
 
@@ -60,7 +60,7 @@ def emit(plan: Plan, job: Job, results: list[Result], shards: ShardWriter) -> No
 
 
 def exported(
-    plan: Plan, member: Member, result: Stored | CacheScales | Tensor
+    plan: Plan, member: Member, result: Stored | StoredFp8 | CacheScales | Tensor
 ) -> dict[str, Tensor]:
     """The tensors to write of a member."""
     if isinstance(result, Tensor):
@@ -68,6 +68,8 @@ def exported(
     assert plan.layout is not None
     if isinstance(result, CacheScales):
         return plan.layout.cache_export(member.module, result)
+    if isinstance(result, StoredFp8):
+        return plan.layout.fp8_export(member.module, result)
     return plan.layout.export(member.module, result)
 
 

@@ -33,7 +33,8 @@ def assemble(
     members = [member for job in jobs for member in job.members]
     quantized = [m.module for m in members if m.action in ("quantize", "repack")]
     caches = any(m.action == "cache" for m in members)
-    contents = Contents(quantized, facts.kept, facts.activations, caches)
+    fp8 = [m.module for m in members if m.action in ("fp8", "repack_fp8")]
+    contents = Contents(quantized, facts.kept, facts.activations, caches, fp8)
 
     dtype = _original_dtype(members, recipe, config)
 
@@ -56,6 +57,9 @@ def assemble(
         "rotation": facts.rotation,
         "recipe": recipe.to_dict(),
     }
+    if facts.budget is not None:
+        record["budget"] = facts.budget.facts()
+    record |= facts.history
     if not facts.own_spec:
         texts[specs.STORED] = facts.spec_text
     texts[RECORD] = yaml.safe_dump(record, sort_keys=False)
@@ -82,7 +86,7 @@ def _original_dtype(members: list[Member], recipe: Recipe, config: dict[str, Any
     if recipe.dtype != "source":
         name = recipe.dtype
     else:
-        sources = {m.source.dtype for m in members if m.action == "quantize"}
+        sources = {m.source.dtype for m in members if m.quantized}
         if len(sources) == 1:
             return sources.pop()
         name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"

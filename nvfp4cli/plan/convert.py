@@ -26,6 +26,7 @@ from nvfp4cli.recipe import Recipe, load
 _HEAD = "lm_head"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
 _WEIGHT = ".weight"
+_HISTORY = ("budget", "calibration")  # entries of the record that hold in every layout
 # Endings of the tensors that a layout stores for a quantised weight.
 _PART_SUFFIXES = {
     part.name
@@ -74,6 +75,7 @@ def plan_convert(checkpoint: Checkpoint, layout_name: str, max_shard_size: str |
         next_step=advice.next_step(jobs, layout),
         spec_text="",
         own_spec=True,
+        history={key: origin[key] for key in _HISTORY if key in origin},
     )
     return assemble(source, spec, recipe, layout, jobs, facts)
 
@@ -85,6 +87,7 @@ def _check_representable(weights: StoredWeights, layout: Layout) -> None:
             f"{caches[0]} scales a KV cache, which `convert` does not carry over yet: quantise "
             "the source model again in the layout you need."
         )
+    _check_fp8(weights, layout)
     experts = [module for module in weights.quantized if _EXPERT.search(module)]
     if experts and layout.NAME in selection.WITHOUT_EXPERTS:
         raise UnsupportedError(
@@ -97,6 +100,22 @@ def _check_representable(weights: StoredWeights, layout: Layout) -> None:
             f"The {layout.NAME} layout cannot hold the static input scales of this checkpoint: "
             f"choose one of {holders}."
         )
+
+
+def _check_fp8(weights: StoredWeights, layout: Layout) -> None:
+    """Raise for modules in FP8 of a kind that the layout does not hold beside these in NVFP4."""
+    if not weights.fp8:
+        return
+    scheme = "w4a4" if weights.activations else "w4a16"
+    tensors = weights.checkpoint.tensors
+    for module, input_scale in weights.fp8.items():
+        whole = tensors[f"{module}.weight_scale"].numel == 1
+        alike = (input_scale is not None) == weights.activations
+        if scheme not in layout.FP8_SCHEMES or not whole or not alike:
+            raise UnsupportedError(
+                f"{module} is in FP8 in a way that the {layout.NAME} layout of this tool does not "
+                "hold: quantise the source model with --bits in the layout you need."
+            )
 
 
 def _check_parts(weights: StoredWeights) -> None:
@@ -140,7 +159,7 @@ def _kept_of(weights: StoredWeights, spec: ArchSpec) -> list[str]:
     """Linear modules that stay in the source dtype."""
     claims, others = recognize(spec, weights.names)
     shapes_of = {name: tensor.shape for name, tensor in weights.checkpoint.tensors.items()}
-    quantized = {module + _WEIGHT for module in weights.quantized}
+    quantized = {module + _WEIGHT for module in (*weights.quantized, *weights.fp8)}
     found = list(selection.kept(claims, shapes_of, quantized, spec))
     # What the architecture does not have is copied, and engines may build a module for it.
     found += [n.removesuffix(_WEIGHT) for n in others if n.endswith(_WEIGHT) and n not in quantized]
@@ -194,6 +213,13 @@ def _job(
 ) -> Job:
     module = name.removesuffix(_WEIGHT)
     tensors = source.tensors
+    if module in weights.fp8:
+        n, k = tensors[name].shape
+        outputs = layout.fp8_outputs(module, (n, k), weights.activations)
+        return Job(
+            "weights",
+            (Member(name, module, tensors[name], (n, k), "repack_fp8", "FP8", (), outputs),),
+        )
     shape = weights.quantized.get(module)
     if shape is None:
         info = tensors[name]

@@ -1,80 +1,47 @@
 """The plan of `nvfp4 quantize`: Recipe x ArchSpec x headers -> jobs; mistakes are raised here."""
 
 import re
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
-
-import torch
 
 from nvfp4cli.checkpoint.reader import ADAPTER, Checkpoint
-from nvfp4cli.checkpoint.writer import Output
 from nvfp4cli.errors import RecipeError, UnsupportedError
 from nvfp4cli.layouts import LAYOUTS
-from nvfp4cli.layouts.record import Layout
-from nvfp4cli.layouts.sources import Source, SourceTensor, open_source
+from nvfp4cli.layouts.sources import Source, open_source
 from nvfp4cli.models import spec as specs
 from nvfp4cli.models.claims import Claim, as_written, claim
-from nvfp4cli.models.pieces import Piece, matrix_shape, pieces, transposed
-from nvfp4cli.models.sizes import Sizes
 from nvfp4cli.models.spec import ArchSpec
 from nvfp4cli.plan import advice, selection, shapes
 from nvfp4cli.plan.assemble import assemble
-from nvfp4cli.plan.record import Action, Facts, Job, Member, Plan
+from nvfp4cli.plan.members import Context, source_of
+from nvfp4cli.plan.members import members as members_of
+from nvfp4cli.plan.record import Budget, Facts, Format, Job, Member, Plan
 from nvfp4cli.recipe import Recipe
 from nvfp4cli.rotate import fold
-from nvfp4cli.rotate.fold import Edit, Rotations
+from nvfp4cli.rotate.fold import Rotations
 
-# Why a module of a role is not quantised.
-_IGNORED = "--ignore"
-_NOT_LINEAR = {
-    "embed": "embedding",
-    "norm": "norm",
-    "post_norm": "norm",
-    "inner": "off the residual stream",
-}
 _NO_MTP = "--mtp drop does nothing, since no tensor predicts further tokens: leave it out."
-_FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
-
-
-@dataclass(frozen=True)
-class _Context:
-    """config: the part of config.json that describes the language model."""
-
-    source: Source
-    config: dict[str, Any]
-    recipe: Recipe
-    spec: ArchSpec
-    sizes: Sizes
-    rotations: Rotations
-    layout: Layout | None
-
-    def outputs(self, module: str, shape: tuple[int, ...]) -> tuple[Output, ...]:
-        """What is written of a quantised matrix [out, in]."""
-        assert self.layout is not None
-        return self.layout.outputs(module, (shape[0], shape[1]), self.recipe.scheme == "w4a4")
-
-    @property
-    def tied(self) -> bool:
-        """The head reuses the embedding in the source."""
-        return self.spec.tied(self.config)
-
-    @property
-    def unties(self) -> bool:
-        """The output needs a head of its own."""
-        return self.tied and self.rotations.residual is not None
 
 
 def plan_quantize(
-    checkpoint: Checkpoint, recipe: Recipe, *, model: str, arch_spec: Path | None, strict: bool
+    checkpoint: Checkpoint,
+    recipe: Recipe,
+    *,
+    model: str,
+    arch_spec: Path | None,
+    strict: bool,
+    budget: Budget | None = None,
 ) -> Plan:
     """Decide for every tensor what becomes of it.
 
     model: the name the user gave, stored in the output. strict: warnings about patterns become
-    errors. Raises RecipeError, CheckpointError or UnsupportedError with one sentence.
+    errors. budget: the formats of weights, where not all are to be in NVFP4. Raises RecipeError,
+    CheckpointError or UnsupportedError with one sentence.
     """
-    context, arch_spec = _context(open_source(checkpoint), recipe, arch_spec)
+    context, arch_spec = _context(
+        open_source(checkpoint), recipe, arch_spec, budget.formats if budget else {}
+    )
     spec, infos = context.spec, context.source.tensors
     claims, notes = _claims(context)
     held = {name: info.shape for name, info in infos.items()}
@@ -82,7 +49,7 @@ def plan_quantize(
     fold.check(recipe.rotate, spec, claims.values())
     claims = _ordered(_heads(claims, context), spec)
     claims = as_written(claims) if context.layout else claims
-    found = {name: infos[_source(c, context) if c else name] for name, c in claims.items()}
+    found = {name: infos[source_of(c, context) if c else name] for name, c in claims.items()}
     shapes_of = {name: info.shape for name, info in found.items()}
     chosen = selection.select(
         claims.values(),
@@ -92,10 +59,13 @@ def plan_quantize(
         spec,
         context.tied and not context.unties,
     )
+    reasons = {
+        name: why for name, why in chosen.reasons.items() if context.formats.get(name) != "source"
+    }
     members = [
         (member, one)
         for name, one in claims.items()
-        for member in _members(name, one, found[name], chosen.reasons, context)
+        for member in members_of(name, one, found[name], reasons, context)
     ]
     jobs = _with_caches(_group(members), claims, context)
     notes += chosen.notes
@@ -104,7 +74,7 @@ def plan_quantize(
     facts = Facts(
         model=model,
         rotation=context.rotations.facts(),
-        kept=tuple(selection.kept(claims, shapes_of, chosen.reasons, spec)),
+        kept=tuple(selection.kept(claims, shapes_of, reasons, spec)),
         presets=selection.presets(claims.values(), chosen.reasons) if context.layout else {},
         copies=_tied_copies(context),
         untied=context.unties,
@@ -121,11 +91,12 @@ def plan_quantize(
         next_step=advice.next_step(jobs, context.layout),
         spec_text=arch_spec.read_text(encoding="utf-8") if arch_spec else "",
         own_spec=arch_spec is not None and arch_spec.parent == specs.SPECS,
+        budget=budget,
     )
     return assemble(context.source, context.spec, recipe, context.layout, jobs, facts)
 
 
-def _claims(context: _Context) -> tuple[dict[str, Claim | None], tuple[str, ...]]:
+def _claims(context: Context) -> tuple[dict[str, Claim | None], tuple[str, ...]]:
     """What is carried over of the source, in order, and notes about options without effect."""
     spec = context.spec
     claims = _ordered(claim(spec, context.source.tensors, context.config), spec)
@@ -136,8 +107,8 @@ def _claims(context: _Context) -> tuple[dict[str, Claim | None], tuple[str, ...]
 
 
 def _context(
-    source: Source, recipe: Recipe, arch_spec: Path | None
-) -> tuple[_Context, Path | None]:
+    source: Source, recipe: Recipe, arch_spec: Path | None, formats: Mapping[str, Format]
+) -> tuple[Context, Path | None]:
     """What a plan is made from, and the file of the architecture's spec."""
     config = source.checkpoint.config
     arch_spec = arch_spec or specs.beside(source.checkpoint.folder, config.get("model_type"))
@@ -147,10 +118,16 @@ def _context(
     sizes = shapes.sizes(spec, language)
     rotations = Rotations.of(recipe.rotate, recipe.rotation_kind, recipe.seed, spec, sizes)
     layout = None if recipe.scheme == "none" else LAYOUTS[recipe.layout]
-    return _Context(source, language, recipe, spec, sizes, rotations, layout), arch_spec
+    if recipe.bits is not None and layout and recipe.scheme not in layout.FP8_SCHEMES:
+        fit = [n for n, other in LAYOUTS.items() if recipe.scheme in other.FP8_SCHEMES]
+        raise RecipeError(
+            f"The {layout.NAME} layout holds no FP8 modules with --scheme {recipe.scheme}, which "
+            f"--bits chooses: use --layout {' or '.join(fit)}."
+        )
+    return Context(source, language, recipe, spec, sizes, rotations, layout, formats), arch_spec
 
 
-def _already_quantized(context: _Context) -> tuple[str, ...]:
+def _already_quantized(context: Context) -> tuple[str, ...]:
     """A warning where the source has lost accuracy already."""
     found = context.source.quantization
     if found is None or found.startswith(("FP8", "MXFP4")):
@@ -161,7 +138,7 @@ def _already_quantized(context: _Context) -> tuple[str, ...]:
     )
 
 
-def _of_adapters(context: _Context) -> Iterator[str]:
+def _of_adapters(context: Context) -> Iterator[str]:
     if (context.source.checkpoint.folder / ADAPTER).is_file():
         yield (
             "The adapter beside the model is left out: merge it into the weights first, or apply "
@@ -169,7 +146,7 @@ def _of_adapters(context: _Context) -> Iterator[str]:
         )
 
 
-def _of_engines(context: _Context) -> Iterator[str]:
+def _of_engines(context: Context) -> Iterator[str]:
     """Warnings of the architecture's spec that apply to this run."""
     layout = context.layout.NAME if context.layout else None
     for case, sentence in context.spec.warn.items():
@@ -177,7 +154,7 @@ def _of_engines(context: _Context) -> Iterator[str]:
             yield sentence
 
 
-def _heads(claims: dict[str, Claim | None], context: _Context) -> dict[str, Claim | None]:
+def _heads(claims: dict[str, Claim | None], context: Context) -> dict[str, Claim | None]:
     """Make a tied head follow the embedding: its own tensor once R1 has untied them.
 
     Tied, a stored copy of the head is ignored by every engine, so it is left out, and with R1
@@ -193,126 +170,12 @@ def _heads(claims: dict[str, Claim | None], context: _Context) -> dict[str, Clai
     return kept
 
 
-def _tied_copies(context: _Context) -> tuple[tuple[str, str], ...]:
+def _tied_copies(context: Context) -> tuple[tuple[str, str], ...]:
     """Stored heads that are left out because config.json ties them, with what they must equal."""
     if not context.tied:
         return ()
     pairs = ((f"{m.pattern}.weight", f"{m.tied_to}.weight") for m in context.spec.heads)
     return tuple((head, embed) for head, embed in pairs if head in context.source.tensors)
-
-
-def _source(one: Claim, context: _Context) -> str:
-    """The tensor that a claimed one is made from: the embedding for a tied head."""
-    if one.spec.tied_to and context.tied and one.part == "weight":
-        return f"{one.spec.tied_to}.weight"
-    return one.source or one.tensor
-
-
-def _members(
-    name: str, one: Claim | None, info: SourceTensor, reasons: dict[str, str], context: _Context
-) -> Iterator[Member]:
-    """What becomes of a tensor; of one that holds experts, of each matrix that is written apart."""
-    if one is None:
-        yield _kept_member(name, None, info, (), context)
-        return
-    if info.dtype not in _FLOATS:
-        raise UnsupportedError(
-            f"{name} is stored as {str(info.dtype).removeprefix('torch.')}, which is no dtype of "
-            "weights: start from a bf16, fp16 or fp32 checkpoint."
-        )
-    shape = matrix_shape(one, info.shape)
-    edits = fold.edits(one, context.spec, context.rotations, context.sizes, shape)
-    weight = one.module + (one.spec.suffixes.weight or "")
-    if weight not in reasons or (one.part == "bias" and not one.spec.written_as):
-        yield _kept_member(name, one, info, edits, context)
-    elif one.spec.written_as:
-        for piece in pieces(one, info.shape):
-            part = (piece.rows, *shape[1:])
-            yield _written_member(one, piece, info, part, edits, reasons[weight], context)
-    else:
-        outputs = context.outputs(one.module, shape)
-        yield Member(
-            name, one.module, info, shape, "quantize", reasons[weight], edits, outputs,
-            one.fused_module, transposed=transposed(one),
-        )  # fmt: skip
-
-
-def _written_member(
-    one: Claim,
-    piece: Piece,
-    info: SourceTensor,
-    shape: tuple[int, ...],
-    edits: tuple[Edit, ...],
-    reason: str,
-    context: _Context,
-) -> Member:
-    """One expert's weight or bias under its own name."""
-    name = f"{piece.module}.{one.part}"
-    if one.part == "bias":
-        output = Output(name, _stored_dtype(one, info, context), shape)
-        return Member(name, piece.module, info, shape, "edit", "bias", edits, (output,),
-                      piece=piece, finite=True)  # fmt: skip
-    parent, parts = piece.module.rpartition(".")[0], one.spec.written_as
-    merged = one.spec.fused or "+".join(pattern.rpartition(".")[2] for pattern in parts)
-    fused = f"{parent}.{merged}" if len(parts) > 1 else None
-    outputs = context.outputs(piece.module, shape)
-    return Member(name, piece.module, info, shape, "quantize", reason, edits, outputs, fused, piece)
-
-
-def _kept_member(
-    name: str, one: Claim | None, info: SourceTensor, edits: tuple[Edit, ...], context: _Context
-) -> Member:
-    """A tensor that stays a tensor, under its name and in its form."""
-    dtype = info.dtype if one is None else _stored_dtype(one, info, context)
-    changed = bool(edits) or dtype != info.dtype or not info.stored
-    reason = _why_kept(one, context)
-    action: Action = "edit" if changed else "copy"
-    return Member(
-        name,
-        one.module if one else name.rpartition(".")[0],
-        info,
-        info.shape,
-        action,
-        reason,
-        edits,
-        (Output(name, dtype, info.shape),),
-        transposed=one is not None and transposed(one),
-        # A linear weight that is ignored may be damaged: that is the user's way around it.
-        finite=one is not None and reason != _IGNORED,
-    )
-
-
-def _stored_dtype(one: Claim, info: SourceTensor, context: _Context) -> torch.dtype:
-    """That of the recipe, but for parameters of no module, such as correction biases of routers."""
-    own = one.spec.role == "inner" and not one.spec.suffixes.weight
-    name = context.recipe.dtype
-    return info.dtype if name == "source" or own else _dtype(name)
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtype = getattr(torch, name)
-    assert isinstance(dtype, torch.dtype)
-    return dtype
-
-
-def _why_kept(one: Claim | None, context: _Context) -> str:
-    recipe = context.recipe
-    if one is None:
-        return "kept by the architecture's spec"
-    if one.part == "bias":
-        return "bias"
-    if one.mtp:
-        return "next-token prediction"
-    if not one.spec.quantizable:
-        return _NOT_LINEAR[one.spec.role]
-    if recipe.scheme == "none":
-        return "scheme none"
-    if not one.spec.quantize:
-        return one.spec.because or "output head"
-    if selection.at_an_end(one.layer, recipe, context.sizes["num_hidden_layers"]):
-        first = one.layer is not None and one.layer < recipe.keep_first
-        return "--keep-first" if first else "--keep-last"
-    return _IGNORED
 
 
 def _ordered(claims: dict[str, Claim | None], spec: ArchSpec) -> dict[str, Claim | None]:
@@ -352,7 +215,7 @@ def _group(members: list[tuple[Member, Claim | None]]) -> list[Job]:
 _VALUES = ("v_proj", "qkv_proj", "query_key_value", "c_attn")
 
 
-def _with_caches(jobs: list[Job], claims: dict[str, Claim | None], context: _Context) -> list[Job]:
+def _with_caches(jobs: list[Job], claims: dict[str, Claim | None], context: Context) -> list[Job]:
     """The jobs, each layer's with one for the scales of its KV cache behind them.
 
     Raises UnsupportedError where no attention of the usual kind is found.

@@ -1,6 +1,6 @@
 """A plan: every decision of a run, made from headers alone before any tensor data is read."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
@@ -15,10 +15,12 @@ from nvfp4cli.models.spec import ArchSpec
 from nvfp4cli.recipe import Recipe
 from nvfp4cli.rotate.fold import Edit
 
-# quantize: edits, then NVFP4. edit: edits, rounded once to `dtype`. copy: the source's bytes.
-# repack: a quantised weight from one layout to another. cache: the scales of a KV cache, which come
-# from calibration and no tensor of the source.
-Action = Literal["quantize", "edit", "copy", "repack", "cache"]
+# quantize: edits, then NVFP4. fp8: edits, then FP8. edit: edits, rounded once to `dtype`. copy: the
+# source's bytes. repack, repack_fp8: a quantised weight from one layout to another. cache: the
+# scales of a KV cache, which come from calibration and no tensor of the source.
+Action = Literal["quantize", "fp8", "edit", "copy", "repack", "repack_fp8", "cache"]
+# That a weight is stored in; source: its own dtype.
+Format = Literal["nvfp4", "fp8", "source"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +48,16 @@ class Member:
     piece: Piece | None = None
     transposed: bool = False
     finite: bool = False
+
+    @property
+    def quantized(self) -> bool:
+        """True for a matrix that is rounded to few bits in this run."""
+        return self.action in ("quantize", "fp8")
+
+    @property
+    def weight(self) -> str:
+        """The tensor that the matrix is chosen by: of experts in one tensor, that one."""
+        return self.source.name if self.piece else self.name
 
     @property
     def streamed(self) -> bool:
@@ -103,6 +115,56 @@ class Job:
 
 
 @dataclass(frozen=True)
+class Decision:
+    """What weights with one format get.
+
+    name: of the modules, for people. weights: `Member.weight` of each. parameters: values that they
+    hold. costs: KL divergence in nats for a token that they alone cause, by format.
+    """
+
+    name: str
+    weights: tuple[str, ...]
+    parameters: int
+    costs: dict[str, float]
+    format: Format
+    bits: float  # of a value
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The decisions for a model, in the order of its layers."""
+
+    decisions: tuple[Decision, ...]
+
+    @property
+    def formats(self) -> dict[str, Format]:
+        """By `Member.weight`."""
+        return {name: one.format for one in self.decisions for name in one.weights}
+
+    @property
+    def bits(self) -> float:
+        """That a value takes on average."""
+        total = sum(one.parameters * one.bits for one in self.decisions)
+        return total / sum(one.parameters for one in self.decisions)
+
+    @property
+    def divergence(self) -> float:
+        """Estimate of the KL divergence, nats for a token, with codes to nearest."""
+        return sum(one.costs[one.format] for one in self.decisions)
+
+    def facts(self) -> dict[str, Any]:
+        """As YAML and JSON hold them."""
+        return {
+            "bits": self.bits,
+            "divergence": self.divergence,
+            "groups": [
+                {"modules": one.name, "format": one.format, "divergences": one.costs}
+                for one in self.decisions
+            ],
+        }
+
+
+@dataclass(frozen=True)
 class Facts:
     """What the configuration files and the record of the run say beyond the jobs.
 
@@ -111,7 +173,8 @@ class Facts:
     layers that predict further tokens were left out. activations: input scales are stored. untied:
     the output head no longer reuses the embedding. copies: stored heads that config.json ties and
     are left out, each with its embedding. spec_text: the architecture spec used. own_spec: it is
-    one of the tool's and need not be stored.
+    one of the tool's and need not be stored. budget: what `bits` has led to. history: what the
+    record of the source says of its making.
     """
 
     model: str
@@ -126,6 +189,8 @@ class Facts:
     next_step: str  # what to do with the output, {out} or {path!r} standing for its folder
     spec_text: str
     own_spec: bool
+    budget: Budget | None = None
+    history: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -186,11 +251,13 @@ class Plan:
     def totals(self) -> dict[str, Any]:
         """Parameters, quantised parameters, bits per parameter and bytes of the output."""
         parameters = sum(_numel(m.shape) for m in self.members)
-        quantized = sum(_numel(m.shape) for m in self.members if m.action in ("quantize", "repack"))
+        nvfp4 = sum(_numel(m.shape) for m in self.members if m.action in ("quantize", "repack"))
+        fp8 = sum(_numel(m.shape) for m in self.members if m.action in ("fp8", "repack_fp8"))
         data = sum(m.output_bytes for m in self.members)
         return {
             "parameters": parameters,
-            "quantized_parameters": quantized,
+            "quantized_parameters": nvfp4 + fp8,
+            "nvfp4_parameters": nvfp4,
             "bits_per_parameter": 8 * data / parameters if parameters else 0.0,
             "bytes": data,
         }

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from nvfp4cli import kernels
+from nvfp4cli.formats import fp8
 from nvfp4cli.formats.nvfp4 import SPAN, GlobalScale
 from nvfp4cli.methods import scales
 
@@ -38,3 +39,8 @@ def static(scale: GlobalScale, rule: Rule = "amax") -> Callable[[Tensor], Tensor
         return kernels.dequantize(scales.quantize(x, roomy, rule), x.dtype)
 
     return better
+
+
+def static_fp8(scale: float) -> Callable[[Tensor], Tensor]:
+    """The rounding of inputs of any shape to E4M3 under a static scale, as stored: amax / 448."""
+    return lambda x: fp8.rounded(x, scale)

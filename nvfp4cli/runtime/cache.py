@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from nvfp4cli.formats import e4m3
+from nvfp4cli.formats import fp8
 
 # What modules call their cache, in the order of the releases of transformers.
 _NAMES = ("cache", "past_key_values", "past_key_value", "layer_past")
@@ -63,12 +63,7 @@ class Fp8(DynamicCache):
         if layer_idx not in self._scales:
             return key_states, value_states
         key, value = self._scales[layer_idx]
-        return _rounded(key_states, key), _rounded(value_states, value)
-
-
-def _rounded(x: Tensor, scale: float) -> Tensor:
-    magnitude = e4m3.decode(e4m3.round_to_bytes((x.to(torch.float32) / scale).abs()))
-    return torch.copysign(magnitude * scale, x).to(x.dtype)
+        return fp8.rounded(key_states, key), fp8.rounded(value_states, value)
 
 
 def larger(amax: Tensor | None, x: Tensor) -> Tensor:

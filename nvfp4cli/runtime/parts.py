@@ -245,7 +245,6 @@ class _Tail:
         assert self._hidden is not None
         return self._form.of(self._hidden)
 
-    @torch.no_grad()
     def __call__(self, hidden: Tensor, cache: Cache | None = None) -> Tensor:
         self._hidden = hidden
         tokens = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=hidden.device)

@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -80,15 +80,17 @@ def as_served(model: PreTrainedModel, folder: Path, mode: Activations) -> PreTra
     """
     weights = open_weights(open_checkpoint(folder))
     caches = cache_scales(weights)
-    if mode == "none" or not (weights.activations or caches):
+    if mode == "none" or not (_in_nvfp4(weights) or _in_fp8(weights) or caches):
         return model
     sites: list[Site] = []
     rounding: dict[str, Callable[[Tensor], Tensor]] = {}
-    if weights.activations:
-        rule: activations.Rule = "four-over-six" if mode == "four-over-six" else "amax"
-        for site, scale in _scales(weights, model):
-            sites.append(site)
-            rounding[site.name] = activations.static(scale, rule)
+    rule: activations.Rule = "four-over-six" if mode == "four-over-six" else "amax"
+    for site, multiplier in _largest(weights, model, _in_nvfp4(weights)):
+        sites.append(site)
+        rounding[site.name] = activations.static(GlobalScale.from_multiplier(multiplier), rule)
+    for site, multiplier in _largest(weights, model, _in_fp8(weights)):
+        sites.append(site)
+        rounding[site.name] = activations.static_fp8(multiplier)
     return Served(model, sites, rounding, caches)
 
 
@@ -96,9 +98,11 @@ def served(folder: Path, mode: Activations) -> str:
     """What `serve` rounds of a checkpoint, for people."""
     weights = open_weights(open_checkpoint(folder))
     found = []
-    if mode != "none" and weights.activations:
+    if mode != "none" and _in_nvfp4(weights):
         four = ", four-over-six" if mode == "four-over-six" else ""
         found.append(f"inputs of linear layers to NVFP4 under static scales{four}")
+    if mode != "none" and _in_fp8(weights):
+        found.append("inputs of linear layers in FP8 to FP8 under static scales")
     if mode != "none" and cache_scales(weights):
         found.append("keys and values to FP8")
     return " and ".join(found) or "none"
@@ -124,8 +128,25 @@ def cache_scales(weights: StoredWeights) -> dict[int, tuple[float, float]]:
 _CACHE_SCALE = re.compile(r"\.(\d+)\..*\.([kv])_scale$")
 
 
-def _scales(weights: StoredWeights, model: PreTrainedModel) -> Iterable[tuple[Site, GlobalScale]]:
-    """Where a model multiplies by quantised weights, and the input scale there."""
+def _in_nvfp4(weights: StoredWeights) -> dict[str, float]:
+    """Modules whose inputs are rounded to NVFP4 -> the multiplier of the static scale."""
+    if not weights.activations:
+        return {}
+    return {name: weights.input_scale(name).multiplier for name in weights.quantized}
+
+
+def _in_fp8(weights: StoredWeights) -> dict[str, float]:
+    """Modules whose inputs are rounded to FP8 -> the static scale."""
+    found = {name: weights.fp8_input_scale(name) for name in weights.fp8}
+    return {name: scale for name, scale in found.items() if scale is not None}
+
+
+def _largest(
+    weights: StoredWeights, model: PreTrainedModel, scales: Mapping[str, float]
+) -> Iterable[tuple[Site, float]]:
+    """Where a model multiplies by these modules, and the input scale there."""
+    if not scales:
+        return ()
     checkpoint = weights.checkpoint
     path = specs.beside(checkpoint.folder, checkpoint.config.get("model_type"))
     if path is None:
@@ -134,10 +155,10 @@ def _scales(weights: StoredWeights, model: PreTrainedModel) -> Iterable[tuple[Si
             "be rounded: measure the weights alone with --activations none."
         )
     spec = specs.load_for(checkpoint.config, weights.names, path)
-    found: dict[int, tuple[Site, GlobalScale]] = {}
-    for name, one in of_model(spec, weights.quantized, model).items():
-        scale, place = weights.input_scale(name), one.operand.data_ptr()
+    found: dict[int, tuple[Site, float]] = {}
+    for name, one in of_model(spec, scales, model).items():
+        place = one.operand.data_ptr()
         # Matrices with one operand have one input, and engines take the larger scale of them.
-        if place not in found or found[place][1].multiplier < scale.multiplier:
-            found[place] = Site(name, one.operand), scale
+        if place not in found or found[place][1] < scales[name]:
+            found[place] = Site(name, one.operand), scales[name]
     return found.values()
