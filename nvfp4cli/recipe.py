@@ -17,7 +17,7 @@ ROTATIONS = ("none", "r1", "r2", "r1r2")
 ROTATION_KINDS = ("hadamard", "block-16", "block-32", "block-64", "block-128", "qr")
 DTYPES = ("source", "bfloat16", "float16", "float32")
 MTP = ("keep", "drop")
-METHODS = ("rtn", "four-over-six", "mse", "gptq")
+METHODS = ("rtn", "four-over-six", "mse", "gptq", "awq")
 SCALES = ("rtn", "four-over-six", "mse")
 KV_CACHES = ("none", "fp8")
 RANDOM_TEXT = "random"
@@ -47,19 +47,21 @@ class Recipe:
 
     scheme: w4a16 (NVFP4 weights), w4a4 (activations too, with static global scales) or none (folds
     only). method: how codes are chosen: to nearest (rtn, four-over-six, mse), or with errors made
-    good by what calibration text shows (gptq). scales: how the scale of a block is chosen under
-    gptq. kv_cache: the format that engines keep keys and values in, with scales from calibration.
-    text: file of the calibration text, of which the first `sequences` of `sequence_length` tokens
-    are used, or "random", for tokens drawn from `seed`; None: a text that comes with the tool.
-    bits: that a value of the weights to be quantised may take on average; the groups of weights
-    that cost the model most are FP8 then, or stay in the source dtype. None: all are NVFP4.
-    keep_worst: how many groups, those that would cost most, stay in the source dtype beside that.
-    keep_first, keep_last: decoder layers at the ends that stay in the source dtype. layout: on-disk
-    convention. rotate: which rotations are folded in, of which rotation_kind, from which seed.
-    ignore: patterns of modules that stay in the source dtype. include: patterns of modules that are
-    quantised although the architecture's spec keeps them (lm_head). dtype: of the tensors that are
-    not quantised. mtp: whether layers that predict further tokens (speculative decoding) are kept,
-    in the source dtype, or left out. max_shard_size: of an output file, such as "5GB".
+    good by what calibration text shows (gptq); awq is to nearest too, with channel_scales: these
+    make channels of inputs smaller and the columns that read them larger, as calibration text
+    approves. scales: how the scale of a block is chosen under gptq and awq. kv_cache: the format
+    that engines keep keys and values in, with scales from calibration. text: file of the
+    calibration text, of which the first `sequences` of `sequence_length` tokens are used, or
+    "random", for tokens drawn from `seed`; None: a text that comes with the tool. bits: that a
+    value of the weights to be quantised may take on average; the groups of weights that cost the
+    model most are FP8 then, or stay in the source dtype. None: all are NVFP4. keep_worst: how many
+    groups, those that would cost most, stay in the source dtype beside that. keep_first, keep_last:
+    decoder layers at the ends that stay in the source dtype. layout: on-disk convention. rotate:
+    which rotations are folded in, of which rotation_kind, from which seed. ignore: patterns of
+    modules that stay in the source dtype. include: patterns of modules that are quantised although
+    the architecture's spec keeps them (lm_head). dtype: of the tensors that are not quantised. mtp:
+    whether layers that predict further tokens (speculative decoding) are kept, in the source dtype,
+    or left out. max_shard_size: of an output file, such as "5GB".
 
     Raises RecipeError for a value that makes no sense.
     """
@@ -67,6 +69,7 @@ class Recipe:
     scheme: str = "w4a16"
     method: str = "rtn"
     scales: str = "mse"
+    channel_scales: bool = False
     kv_cache: str = "none"
     text: str | None = None
     sequences: int = 128
@@ -97,7 +100,13 @@ class Recipe:
             return False
         weighed = self.method == "mse" and self.text is not None
         scaled = self.scheme == "w4a4" or self.kv_cache != "none"
-        return weighed or scaled or self.measures or self.method == "gptq"
+        needed = self.measures or self.scales_channels or self.method == "gptq"
+        return weighed or scaled or needed
+
+    @property
+    def scales_channels(self) -> bool:
+        """Factors of channels are looked for."""
+        return self.scheme != "none" and (self.channel_scales or self.method == "awq")
 
     @property
     def measures(self) -> bool:
@@ -107,7 +116,7 @@ class Recipe:
     @property
     def block_scales(self) -> str:
         """How the scale of a block is chosen: rtn, four-over-six or mse."""
-        return self.scales if self.method == "gptq" else self.method
+        return self.scales if self.method in ("gptq", "awq") else self.method
 
     @property
     def max_shard_bytes(self) -> int:
@@ -233,6 +242,8 @@ def _fault(key: str, value: Any) -> str | None:
         whole = isinstance(value, int) and not isinstance(value, bool)
         fits = whole and least <= value <= most
         return None if fits else f"is {shown!r}: give a whole number from {least} to {most}."
+    if key == "channel_scales":
+        return None if isinstance(value, bool) else f"is {shown!r}: write true or false."
     if key == "bits":
         number = isinstance(value, int | float) and not isinstance(value, bool)
         fits = value is None or (number and _BITS[0] <= value <= _BITS[1])

@@ -126,11 +126,11 @@ def test_a_pipe_is_a_file(tmp_path: Path) -> None:
     [
         (
             "layouts: modelopt",
-            r"unknown key 'layouts' \(did you mean layout\?\): the keys are dtype, ",
+            r"unknown key 'layouts' \(did you mean layout\?\): the keys are bits, ",
         ),
         (
             "turbo: 1",
-            "unknown key 'turbo': the keys are dtype, ignore, include, keep_first, keep",
+            "unknown key 'turbo': the keys are bits, channel_scales, dtype, ignore",
         ),
         ("1: 2", "unknown key 1: "),
         ("null: 2", "unknown key None"),

@@ -7,6 +7,7 @@ CONFIG = "config.json"
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 RECORD = "nvfp4.yaml"  # how this tool made the checkpoint: recipe, rotation, version
+CHANNELS = "nvfp4.channels"  # the factors by which channels were scaled, as safetensors
 
 WEIGHT_SUFFIXES = frozenset(
     (

@@ -17,7 +17,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nvfp4cli.checkpoint.files import CONFIG, INDEX, RECORD, SINGLE, WEIGHT_SUFFIXES, no_weights
+from nvfp4cli.checkpoint.files import (
+    CHANNELS,
+    CONFIG,
+    INDEX,
+    RECORD,
+    SINGLE,
+    WEIGHT_SUFFIXES,
+    no_weights,
+)
 from nvfp4cli.errors import CheckpointError
 
 DTYPES = {
@@ -46,6 +54,7 @@ _MAX_HEADER = 100_000_000  # the limit of the safetensors library
 # Files that describe an earlier quantisation; carried over they would contradict the new weights.
 _QUANTIZATION_FILES = {
     "hf_quant_config.json", "quantize_config.json", "quant_config.json", "recipe.yaml", RECORD,
+    CHANNELS,
 }  # fmt: skip
 
 

@@ -180,11 +180,11 @@ def _write_at(fd: int, data: memoryview, position: int) -> None:
         done += os.pwrite(fd, data[done:], position + done)
 
 
-def write_text(path: Path, text: str) -> None:
+def write_bytes(path: Path, data: bytes) -> None:
     """Write a small file so that it is there whole or not at all."""
     temporary = path.with_name(path.name + PARTIAL)
-    with temporary.open("w", encoding="utf-8") as f:
-        f.write(text)
+    with temporary.open("wb") as f:
+        f.write(data)
         f.flush()
         os.fsync(f.fileno())
     temporary.rename(path)
@@ -205,7 +205,7 @@ def write_index(folder: Path, shards: Sequence[Shard]) -> None:
     weight_map = {output.name: shard.file for shard in shards for output in shard.outputs}
     total = sum(output.nbytes for shard in shards for output in shard.outputs)
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-    write_text(folder / INDEX, json.dumps(index, indent=2) + "\n")
+    write_bytes(folder / INDEX, (json.dumps(index, indent=2) + "\n").encode())
 
 
 def check_disk(folder: Path, needed: int) -> None:

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+from torch import Tensor
+
 from nvfp4cli import pipeline
 from nvfp4cli.calibrate.statistics import Statistics
 from nvfp4cli.calibrate.text import Sequences, at_random, calibration_text, cut
@@ -12,6 +14,7 @@ from nvfp4cli.errors import CheckpointError
 from nvfp4cli.pipeline import compute
 from nvfp4cli.pipeline.budget import decide
 from nvfp4cli.pipeline.calibrated import facts_of, stage_number
+from nvfp4cli.pipeline.channels import channel_scales as find
 from nvfp4cli.plan.quantize import plan_quantize
 from nvfp4cli.plan.record import Budget, Plan
 from nvfp4cli.recipe import RANDOM_TEXT, Recipe
@@ -85,6 +88,24 @@ def budget(plan: Plan, text: Sequences, device: str) -> Budget:
                 found: Budget = end.value
                 return found
             bar.update(task, advance=1, description=stage)
+
+
+def channel_scales(plan: Plan, text: Sequences, device: str) -> dict[str, Tensor]:
+    """The factors that the channels of a plan's inputs are scaled by."""
+    layers = {job.stage for job in plan.jobs if stage_number(job.stage) is not None}
+    console.say(f"Looking for channel scales on {text.facts['text']}.")
+    with console.counter() as bar:
+        task = bar.add_task("forward", total=len(layers))
+        running = find(plan, text, device)
+        while True:
+            try:
+                stage = next(running)
+            except StopIteration as end:
+                found: dict[str, Tensor] = end.value
+                break
+            bar.update(task, advance=1, description=stage)
+    console.say(f"Channels of {len(found)} of {len(plan.facts.scalings)} inputs are scaled.")
+    return found
 
 
 def reuse(path: Path, plan: Plan) -> Statistics:

@@ -13,6 +13,7 @@ from nvfp4cli import __version__
 from nvfp4cli.cli.options import (
     ArchSpecFile,
     Bits,
+    ChannelScales,
     Device,
     DryRun,
     Dtype,
@@ -85,6 +86,7 @@ def quantize(
     scheme: Scheme = None,
     method: Method = None,
     scales: Scales = None,
+    channel_scales: ChannelScales = None,
     kv_cache: KvCache = None,
     text: Text = None,
     sequences: Sequences = None,

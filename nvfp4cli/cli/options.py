@@ -92,6 +92,15 @@ Scales = Annotated[
         rich_help_panel=_CALIBRATION,
     ),
 ]
+ChannelScales = Annotated[
+    bool | None,
+    typer.Option(
+        "--channel-scales/--no-channel-scales",
+        show_default="no",
+        help="Even out the channels of activations, at the cost of the weights' (exact).",
+        rich_help_panel=_CALIBRATION,
+    ),
+]
 KvCache = Annotated[
     str | None,
     typer.Option(

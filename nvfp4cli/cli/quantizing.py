@@ -2,7 +2,7 @@
 
 import shlex
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -52,10 +52,10 @@ def quantize(
             "--stats holds what scales are chosen by, and gptq needs the text itself: leave it "
             "out, or use --method mse."
         )
-    if manner.stats is not None and recipe.measures:
+    if manner.stats is not None and (recipe.measures or recipe.scales_channels):
         raise RecipeError(
-            "--bits and --keep-worst are decided by running the model, and --stats is there to "
-            "save that: leave out one of them."
+            "--bits, --keep-worst and channel scales are found by running the model, and --stats "
+            "is there to save that: leave out one of them."
         )
     idle = _idle(recipe, given, manner)
     if strict and idle:
@@ -76,9 +76,20 @@ def quantize(
         shown = calibrating.reuse(manner.stats, plan)
     elif recipe.needs_text and not manner.dry_run:  # then a hub id has no tokenizer here yet
         shown = calibrating.sequences(plan)
-    if recipe.measures and isinstance(shown, Sequences):
-        plan = make(budget=calibrating.budget(plan, shown, pick(manner.device)))
+    if isinstance(shown, Sequences):
+        plan = _measured(plan, make, shown, pick(manner.device))
     _show_or_run(_warned(plan, idle), out, manner, shown)
+
+
+def _measured(plan: Plan, make: Callable[..., Plan], text: Sequences, device: str) -> Plan:
+    """The plan with what running the model decides."""
+    channels = None
+    if plan.recipe.scales_channels:
+        channels = calibrating.channel_scales(plan, text, device)
+        plan = make(channels=channels)
+    if plan.recipe.measures:
+        plan = make(channels=channels, budget=calibrating.budget(plan, text, device))
+    return plan
 
 
 def convert(
@@ -99,7 +110,7 @@ def _idle(recipe: Recipe, given: Collection[str], manner: Manner) -> list[str]:
     found = []
     if recipe.scheme == "none" and "layout" in given:
         found.append("--layout does nothing with --scheme none: leave it out.")
-    if recipe.method != "gptq" and "scales" in given:
+    if recipe.method not in ("gptq", "awq") and "scales" in given:
         found.append(f"--scales does nothing with --method {recipe.method}: leave it out.")
     if manner.stats is not None or not recipe.needs_text:
         why = "with --stats" if manner.stats is not None else "where nothing is calibrated"
@@ -252,6 +263,8 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
     _tell(plan)
     if plan.recipe.measures:
         console.say("Formats are decided by running the model: this plan has all in NVFP4.")
+    if plan.recipe.scales_channels:
+        console.say("Channel scales are found by running the model: this plan has none.")
     rows = [
         {
             "name": member.name,

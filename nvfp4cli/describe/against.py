@@ -12,6 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from nvfp4cli.checkpoint.files import CHANNELS
 from nvfp4cli.checkpoint.reader import Checkpoint
 from nvfp4cli.describe import folder
 from nvfp4cli.describe.architecture import spec_of
@@ -23,8 +24,9 @@ from nvfp4cli.layouts import open_weights
 from nvfp4cli.layouts.sources import Source, SourceTensor, open_source
 from nvfp4cli.models.claims import Claim, as_written, recognize
 from nvfp4cli.models.pieces import Piece, matrix_shape, pieces, transposed, upright
+from nvfp4cli.models.scaling import scalings
 from nvfp4cli.models.spec import ArchSpec
-from nvfp4cli.rotate import fold
+from nvfp4cli.rotate import channels, fold
 from nvfp4cli.rotate.fold import Rotations
 
 _WORST = 10
@@ -100,7 +102,7 @@ def compare(
     original = _Original.of(
         open_source(source),
         spec_of(inventory.checkpoint),
-        folder.read_record(inventory.checkpoint.folder),
+        inventory.checkpoint,
     )
     weights = {weight.name: weight for weight in inventory.weights}
     found = _check_names(weights, original, name)
@@ -140,7 +142,8 @@ class _Original:
 
     claims: by either's names, of what the spec knows. tied: head -> embedding, where the source
     ties them. parts: an expert's tensor -> the source's that holds it, and which part; None for
-    one that has another name there.
+    one that has another name there. scaled: what channel scales have made of tensors, by the
+    source's names.
     """
 
     source: Source
@@ -149,9 +152,11 @@ class _Original:
     claims: dict[str, Claim | None]
     tied: dict[str, str]
     parts: dict[str, tuple[str, Piece | None]]
+    scaled: dict[str, tuple[fold.Edit, ...]]
 
     @classmethod
-    def of(cls, source: Source, spec: ArchSpec | None, record: folder.Record | None) -> "_Original":
+    def of(cls, source: Source, spec: ArchSpec | None, quantized: Checkpoint) -> "_Original":
+        record = folder.read_record(quantized.folder)
         rotated = record is not None and record.names != "none"
         config = source.checkpoint.config
         if spec is None:
@@ -162,9 +167,12 @@ class _Original:
                     "--against."
                 )
             tied = dict([_TIED]) if config.get("tie_word_embeddings") else {}
-            return cls(source, None, None, {}, tied, {})
+            return cls(source, None, None, {}, tied, {}, {})
         config = spec.language(config)
         claims, _ = recognize(spec, source.tensors)
+        factors = folder.read_channels(quantized.folder)
+        inputs = list(scalings(spec, claims.values(), spec.sizes(config))) if factors else []
+        channels.check_known(factors, inputs, CHANNELS)
         tied = {}
         if spec.tied(config):
             tied = {f"{m.pattern}.weight": f"{m.tied_to}.weight" for m in spec.heads}
@@ -186,7 +194,8 @@ class _Original:
             assert record is not None
             sizes = spec.sizes(config)
             rotations = Rotations.of(record.names, record.kind, record.seed, spec, sizes)
-        return cls(source, spec, rotations, claims, tied, parts)
+        scaled = channels.edits(inputs, factors)
+        return cls(source, spec, rotations, claims, tied, parts, scaled)
 
     def _place(self, name: str) -> tuple[str, Piece | None]:
         """The source's tensor, and which part of it: a tied head is the embedding."""
@@ -216,11 +225,14 @@ class _Original:
     def edits(self, name: str) -> tuple[fold.Edit, ...]:
         """What was done to the tensor before it was quantised."""
         one = self._claim(name)
-        if one is None or self.spec is None or self.rotations is None:
+        if one is None or self.spec is None:
             return ()
+        scaled = self.scaled.get(one.source or one.tensor, ())
+        if self.rotations is None:
+            return scaled
         sizes = self.spec.sizes(self.spec.language(self.source.checkpoint.config))
         shape = matrix_shape(one, self.source.tensors[self._place(name)[0]].shape)
-        return fold.edits(one, self.spec, self.rotations, sizes, shape)
+        return (*fold.edits(one, self.spec, self.rotations, sizes, shape), *scaled)
 
     def turned(self, name: str) -> bool:
         """The tensor holds [in, out]."""

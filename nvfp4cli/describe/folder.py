@@ -6,13 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from torch import Tensor
 
-from nvfp4cli.checkpoint.files import INDEX, RECORD
+from nvfp4cli.checkpoint.files import CHANNELS, INDEX, RECORD
 from nvfp4cli.checkpoint.output import JOURNAL
 from nvfp4cli.checkpoint.reader import Checkpoint, read_json
 from nvfp4cli.checkpoint.writer import PARTIAL
 from nvfp4cli.describe.record import Violation
 from nvfp4cli.errors import CheckpointError
+from nvfp4cli.rotate.channels import from_bytes
 
 
 @dataclass(frozen=True)
@@ -49,6 +51,15 @@ def read_record(folder: Path) -> Record | None:
         raise CheckpointError(
             f"{path} is damaged: restore it, or delete it if the checkpoint was never rotated."
         ) from None
+
+
+def read_channels(folder: Path) -> dict[str, Tensor]:
+    """The factors by which channels were scaled; see `rotate.channels`. Empty without a file.
+
+    Raises CheckpointError where it is damaged.
+    """
+    path = folder / CHANNELS
+    return from_bytes(path.read_bytes(), str(path)) if path.is_file() else {}
 
 
 def check_folder(checkpoint: Checkpoint) -> Iterator[Violation]:

@@ -107,15 +107,18 @@ def _write(
     if shown is not None:
         record = yaml.safe_load(files[RECORD]) | {"calibration": shown.facts}
         files = files | {RECORD: yaml.safe_dump(record, sort_keys=False)}
+    for name, data in plan.binary.items():
+        writer.write_bytes(out / name, data)
     for name, text in sorted(files.items(), key=lambda item: item[0] == "config.json"):
-        writer.write_text(out / name, text)
+        writer.write_bytes(out / name, text.encode())
     writer.write_index(out, plan.shards)
 
 
 def _files(plan: Plan) -> list[str]:
     """Every file of the output."""
     source = plan.source.checkpoint.folder
-    return [*(shard.file for shard in plan.shards), INDEX, *plan.files, *sidecars(source)]
+    shards = (shard.file for shard in plan.shards)
+    return [*shards, INDEX, *plan.files, *plan.binary, *sidecars(source)]
 
 
 def _published(plan: Plan, out: Path) -> list[Shard]:

@@ -30,7 +30,7 @@ from nvfp4cli.runtime.cache import Observed
 from nvfp4cli.runtime.parts import Parts, Tensors
 
 # Tokens that go through a layer at a time, or one sequence.
-_BATCH = {"cpu": 4096, "cuda": 32768}
+BATCH_TOKENS = {"cpu": 4096, "cuda": 32768}
 _HOST_BYTES = 6 << 30  # of a host's memory, used for speed and for the moments of experts
 _HELD_OUT = 8  # of so many sequences one is held out
 
@@ -55,7 +55,7 @@ class Layers:
         self.statistics = Statistics({**text.facts, **facts_of(plan)})
         config = json.loads(plan.files["config.json"])
         parts = Parts(config, folded(plan), dtype=torch.float32, device=str(device))
-        fit, held_out = _batches(text.tokens, _BATCH[device.type])
+        fit, held_out = _batches(text.tokens, BATCH_TOKENS[device.type])
         recipe = plan.recipe
         memory = _memory(device)
         manner = Manner(

@@ -39,7 +39,7 @@ def quantized(
     tensors: [N, K] each, bf16, fp16 or fp32, edited already. maxima: their largest magnitudes, all
     finite. statistics: of their inputs, which weigh errors and give the input scale of w4a4.
     """
-    group, method = max(maxima), recipe.method
+    group, method = max(maxima), recipe.block_scales
     scale = scales.global_scale(group, method)
     importance = input_scale = None
     if statistics is not None:

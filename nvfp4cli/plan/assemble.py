@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from nvfp4cli import __version__
-from nvfp4cli.checkpoint.files import RECORD
+from nvfp4cli.checkpoint.files import CHANNELS, RECORD
 from nvfp4cli.checkpoint.writer import make_shards
 from nvfp4cli.layouts import open_weights
 from nvfp4cli.layouts.record import Contents, Layout
@@ -18,6 +18,7 @@ from nvfp4cli.models import spec as specs
 from nvfp4cli.models.spec import ArchSpec
 from nvfp4cli.plan.record import Facts, Job, Member, Plan
 from nvfp4cli.recipe import Recipe
+from nvfp4cli.rotate import channels
 
 
 def assemble(
@@ -63,7 +64,10 @@ def assemble(
     if not facts.own_spec:
         texts[specs.STORED] = facts.spec_text
     texts[RECORD] = yaml.safe_dump(record, sort_keys=False)
-    return Plan(source, spec, weights, recipe, layout, tuple(jobs), tuple(shards), texts, facts)
+    binary = {} if facts.channels is None else {CHANNELS: channels.to_bytes(facts.channels)}
+    return Plan(
+        source, spec, weights, recipe, layout, tuple(jobs), tuple(shards), texts, facts, binary
+    )
 
 
 # How many layers predict further tokens, by the names that config.json gives it.

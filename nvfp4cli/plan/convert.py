@@ -6,8 +6,9 @@ from typing import Any
 
 import torch
 import yaml
+from torch import Tensor
 
-from nvfp4cli.checkpoint.files import RECORD
+from nvfp4cli.checkpoint.files import CHANNELS, RECORD
 from nvfp4cli.checkpoint.reader import Checkpoint
 from nvfp4cli.checkpoint.writer import Output
 from nvfp4cli.errors import CheckpointError, UnsupportedError
@@ -22,6 +23,7 @@ from nvfp4cli.plan import advice, selection, shapes
 from nvfp4cli.plan.assemble import assemble
 from nvfp4cli.plan.record import Facts, Job, Member, Plan
 from nvfp4cli.recipe import Recipe, load
+from nvfp4cli.rotate.channels import from_bytes
 
 _HEAD = "lm_head"
 _EXPERT = re.compile(r"\.experts\.\d+\.")
@@ -75,6 +77,7 @@ def plan_convert(checkpoint: Checkpoint, layout_name: str, max_shard_size: str |
         next_step=advice.next_step(jobs, layout),
         spec_text="",
         own_spec=True,
+        channels=_channels(checkpoint.folder),
         history={key: origin[key] for key in _HISTORY if key in origin},
     )
     return assemble(source, spec, recipe, layout, jobs, facts)
@@ -236,6 +239,12 @@ def _job(
     fused = fused_module(spec, module) if spec else module
     member = Member(name, module, tensors[codes], shape, "repack", "NVFP4", (), outputs, fused)
     return Job("weights", (member,))
+
+
+def _channels(folder: Path) -> dict[str, Tensor] | None:
+    """The factors that stand beside a checkpoint whose channels were scaled."""
+    path = folder / CHANNELS
+    return from_bytes(path.read_bytes(), str(path)) if path.is_file() else None
 
 
 def _origin(folder: Path) -> dict[str, Any]:

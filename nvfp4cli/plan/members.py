@@ -35,7 +35,7 @@ _FLOATS = (torch.bfloat16, torch.float16, torch.float32, torch.float64)
 @dataclass(frozen=True)
 class Context:
     """config: the part of config.json that describes the language model. formats: of weights that
-    are to be in another one than NVFP4."""
+    are to be in another one than NVFP4. scaled: what channel scales make of tensors."""
 
     source: Source
     config: dict[str, Any]
@@ -45,6 +45,7 @@ class Context:
     rotations: Rotations
     layout: Layout | None
     formats: Mapping[str, Format]
+    scaled: Mapping[str, tuple[Edit, ...]]
 
     def outputs(self, module: str, shape: tuple[int, ...]) -> tuple[Output, ...]:
         """What is written of a quantised matrix [out, in]."""
@@ -95,6 +96,7 @@ def _members(
         )
     shape = matrix_shape(one, info.shape)
     edits = fold.edits(one, context.spec, context.rotations, context.sizes, shape)
+    edits += context.scaled.get(one.source or one.tensor, ())
     weight = one.module + (one.spec.suffixes.weight or "")
     if weight not in reasons or (one.part == "bias" and not one.spec.written_as):
         yield _kept_member(name, one, info, edits, context)

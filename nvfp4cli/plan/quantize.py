@@ -5,12 +5,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from torch import Tensor
+
 from nvfp4cli.checkpoint.reader import ADAPTER, Checkpoint
 from nvfp4cli.errors import RecipeError, UnsupportedError
 from nvfp4cli.layouts import LAYOUTS
-from nvfp4cli.layouts.sources import Source, open_source
+from nvfp4cli.layouts.sources import Source, SourceTensor, open_source
 from nvfp4cli.models import spec as specs
 from nvfp4cli.models.claims import Claim, as_written, claim
+from nvfp4cli.models.scaling import Scaling, scalings
 from nvfp4cli.models.spec import ArchSpec
 from nvfp4cli.plan import advice, selection, shapes
 from nvfp4cli.plan.assemble import assemble
@@ -19,6 +22,7 @@ from nvfp4cli.plan.members import members as members_of
 from nvfp4cli.plan.record import Budget, Facts, Format, Job, Member, Plan
 from nvfp4cli.recipe import Recipe
 from nvfp4cli.rotate import fold
+from nvfp4cli.rotate.channels import edits as channel_edits
 from nvfp4cli.rotate.fold import Rotations
 
 _NO_MTP = "--mtp drop does nothing, since no tensor predicts further tokens: leave it out."
@@ -32,24 +36,25 @@ def plan_quantize(
     arch_spec: Path | None,
     strict: bool,
     budget: Budget | None = None,
+    channels: Mapping[str, Tensor] | None = None,
 ) -> Plan:
     """Decide for every tensor what becomes of it.
 
     model: the name the user gave, stored in the output. strict: warnings about patterns become
-    errors. budget: the formats of weights, where not all are to be in NVFP4. Raises RecipeError,
-    CheckpointError or UnsupportedError with one sentence.
+    errors. budget: the formats of weights, where not all are to be in NVFP4. channels: the
+    factors that channels are scaled by, as of `Facts`. Raises RecipeError, CheckpointError or
+    UnsupportedError with one sentence.
     """
     context, arch_spec = _context(
         open_source(checkpoint), recipe, arch_spec, budget.formats if budget else {}
     )
     spec, infos = context.spec, context.source.tensors
     claims, notes = _claims(context)
-    held = {name: info.shape for name, info in infos.items()}
-    shapes.check(claims.values(), held, context.sizes, spec.experts)
-    fold.check(recipe.rotate, spec, claims.values())
+    inputs = _inputs(claims, context)
+    context = replace(context, scaled=channel_edits(inputs, channels or {}))
     claims = _ordered(_heads(claims, context), spec)
     claims = as_written(claims) if context.layout else claims
-    found = {name: infos[source_of(c, context) if c else name] for name, c in claims.items()}
+    found = {n: infos[source_of(c, context) if c else n] for n, c in claims.items()}
     shapes_of = {name: info.shape for name, info in found.items()}
     chosen = selection.select(
         claims.values(),
@@ -59,15 +64,9 @@ def plan_quantize(
         spec,
         context.tied and not context.unties,
     )
-    reasons = {
-        name: why for name, why in chosen.reasons.items() if context.formats.get(name) != "source"
-    }
-    members = [
-        (member, one)
-        for name, one in claims.items()
-        for member in members_of(name, one, found[name], reasons, context)
-    ]
-    jobs = _with_caches(_group(members), claims, context)
+    kept = {name for name, form in context.formats.items() if form == "source"}
+    reasons = {name: why for name, why in chosen.reasons.items() if name not in kept}
+    jobs = _jobs(claims, found, reasons, context)
     notes += chosen.notes
     if strict and notes:
         raise RecipeError(notes[0])
@@ -80,26 +79,31 @@ def plan_quantize(
         untied=context.unties,
         without_mtp=recipe.mtp == "drop",
         activations=recipe.scheme == "w4a4",
-        warnings=(
-            *_already_quantized(context),
-            *_of_engines(context),
-            *_of_adapters(context),
-            *notes,
-            *chosen.warnings,
-            *advice.warnings(jobs, context.layout),
-        ),
+        warnings=_warnings(context, jobs, (*notes, *chosen.warnings)),
         next_step=advice.next_step(jobs, context.layout),
         spec_text=arch_spec.read_text(encoding="utf-8") if arch_spec else "",
         own_spec=arch_spec is not None and arch_spec.parent == specs.SPECS,
         budget=budget,
+        scalings=inputs,
+        channels=channels,
     )
     return assemble(context.source, context.spec, recipe, context.layout, jobs, facts)
 
 
+def _inputs(claims: dict[str, Claim | None], context: Context) -> tuple[Scaling, ...]:
+    """Those whose channels the recipe allows to scale."""
+    if not context.recipe.scales_channels:
+        return ()
+    return tuple(scalings(context.spec, claims.values(), context.sizes))
+
+
 def _claims(context: Context) -> tuple[dict[str, Claim | None], tuple[str, ...]]:
     """What is carried over of the source, in order, and notes about options without effect."""
-    spec = context.spec
-    claims = _ordered(claim(spec, context.source.tensors, context.config), spec)
+    spec, tensors = context.spec, context.source.tensors
+    claims = _ordered(claim(spec, tensors, context.config), spec)
+    held = {name: info.shape for name, info in tensors.items()}
+    shapes.check(claims.values(), held, context.sizes, spec.experts)
+    fold.check(context.recipe.rotate, spec, claims.values())
     if context.recipe.mtp == "keep":
         return claims, ()
     left = {name: one for name, one in claims.items() if not (one and one.mtp)}
@@ -124,7 +128,18 @@ def _context(
             f"The {layout.NAME} layout holds no FP8 modules with --scheme {recipe.scheme}, which "
             f"--bits chooses: use --layout {' or '.join(fit)}."
         )
-    return Context(source, language, recipe, spec, sizes, rotations, layout, formats), arch_spec
+    return Context(source, language, recipe, spec, sizes, rotations, layout, formats, {}), arch_spec
+
+
+def _warnings(context: Context, jobs: list[Job], own: tuple[str, ...]) -> tuple[str, ...]:
+    """What the user should know before the run; own: of the choice of tensors."""
+    return (
+        *_already_quantized(context),
+        *_of_engines(context),
+        *_of_adapters(context),
+        *own,
+        *advice.warnings(jobs, context.layout),
+    )
 
 
 def _already_quantized(context: Context) -> tuple[str, ...]:
@@ -197,6 +212,21 @@ def _ordered(claims: dict[str, Claim | None], spec: ArchSpec) -> dict[str, Claim
         return (0 if one.spec.role == "embed" else 2, 0, 0, place, name)
 
     return {name: claims[name] for name in sorted(claims, key=key)}
+
+
+def _jobs(
+    claims: dict[str, Claim | None],
+    found: dict[str, SourceTensor],
+    reasons: dict[str, str],
+    context: Context,
+) -> list[Job]:
+    """found: what tensors are made from. reasons: of those that are quantised."""
+    members = [
+        (member, one)
+        for name, one in claims.items()
+        for member in members_of(name, one, found[name], reasons, context)
+    ]
+    return _with_caches(_group(members), claims, context)
 
 
 def _group(members: list[tuple[Member, Claim | None]]) -> list[Job]:

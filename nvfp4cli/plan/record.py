@@ -1,16 +1,19 @@
 """A plan: every decision of a run, made from headers alone before any tensor data is read."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 from nvfp4cli.checkpoint.writer import Output, Shard
 from nvfp4cli.layouts import StoredWeights
 from nvfp4cli.layouts.record import Layout
 from nvfp4cli.layouts.sources import Source, SourceTensor
 from nvfp4cli.models.pieces import Piece
+from nvfp4cli.models.scaling import Scaling
 from nvfp4cli.models.spec import ArchSpec
 from nvfp4cli.recipe import Recipe
 from nvfp4cli.rotate.fold import Edit
@@ -174,7 +177,8 @@ class Facts:
     the output head no longer reuses the embedding. copies: stored heads that config.json ties and
     are left out, each with its embedding. spec_text: the architecture spec used. own_spec: it is
     one of the tool's and need not be stored. budget: what `bits` has led to. history: what the
-    record of the source says of its making.
+    record of the source says of its making. scalings: inputs whose channels may be scaled, where
+    that is wished. channels: the factors, by `Scaling.name`; None before they are found.
     """
 
     model: str
@@ -191,6 +195,8 @@ class Facts:
     own_spec: bool
     budget: Budget | None = None
     history: dict[str, Any] = field(default_factory=dict)
+    scalings: tuple[Scaling, ...] = ()
+    channels: Mapping[str, Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -199,7 +205,7 @@ class Plan:
 
     source: what is read. spec: of the architecture, None where it is not known. weights: the source
     as it is quantised, for `repack`. files: JSON and YAML files to write, name -> text, config.json
-    among them.
+    among them. binary: other small files.
     """
 
     source: Source
@@ -211,6 +217,7 @@ class Plan:
     shards: tuple[Shard, ...]
     files: dict[str, str]
     facts: Facts
+    binary: dict[str, bytes] = field(default_factory=dict)
 
     @cached_property
     def members(self) -> tuple[Member, ...]:

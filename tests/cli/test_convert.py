@@ -277,12 +277,12 @@ def test_a_part_that_is_missing_is_named_before_anything_is_written(
 
 
 def test_weights_in_another_format_are_not_copied(quantized, tmp_path, capsys):
-    """Their scales would be lost: the new configuration speaks of NVFP4 only."""
+    """Their scales would be lost: the torchao layout knows NVFP4 only."""
     fp8 = {f"{UP}.weight": torch.zeros(128, 64).to(torch.float8_e4m3fn),
            f"{UP}.weight_scale": torch.ones(()), f"{UP}.weight_scale_2": None}  # fmt: skip
     start = damaged(quantized("modelopt"), fp8)
     message = refused(capsys, start, tmp_path / "out", "--layout", "torchao")
-    assert f"model.safetensors holds {UP}.weight_scale without {UP}.weight_scale_2" in message
+    assert f"{UP} is in FP8 in a way that the torchao layout of this tool does not hold" in message
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
