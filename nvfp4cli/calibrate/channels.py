@@ -15,7 +15,6 @@ from torch import Tensor
 
 from nvfp4cli import kernels
 from nvfp4cli.formats.nvfp4 import GlobalScale
-from nvfp4cli.methods import scales
 from nvfp4cli.models.spec import ArchSpec
 from nvfp4cli.runtime import activations
 from nvfp4cli.runtime.linears import Linears, Site
@@ -66,13 +65,12 @@ def search(
     batches: Sequence[Tensor],
     inputs: Mapping[int, Sequence[Readers]],
     *,
-    method: str,
     static: bool,
 ) -> Generator[int, None, dict[str, Tensor]]:
     """The factors of each input, fp32 [K], powers of two; none where ones are best.
 
     Yields the numbers of the layers as they are done. batches: int64 tokens [B, T]. inputs: by the
-    decoder layer. method: of block scales. static: inputs are rounded to NVFP4 too.
+    decoder layer. static: inputs are rounded to NVFP4 too.
     """
     found: dict[str, Tensor] = {}
     hidden = parts.enter(batches)
@@ -92,7 +90,7 @@ def search(
         hidden = _passed(block, hidden, sites, seen)
         for name, readers in own.items():
             weights = [placed[matrix].values.to(torch.float32) for matrix in names[name]]
-            factors = _best(weights, seen[name], readers.channels, method, static)
+            factors = _best(weights, seen[name], readers.channels, static=static)
             if factors is not None:
                 found[name] = factors.cpu()
         yield number
@@ -120,7 +118,7 @@ def _best(
     weights: list[Tensor],
     inputs: _Inputs,
     channels: tuple[int, ...] | None,
-    method: str,
+    *,
     static: bool,
 ) -> Tensor | None:
     """The factors with which outputs change least, None for ones. weights: fp32 [N, K] each."""
@@ -128,31 +126,26 @@ def _best(
         return None
     x = torch.cat(inputs.rows)
     outputs = [x @ weight.T for weight in weights]
-    best, least = None, _error(weights, x, outputs, method, static)
+    best, least = None, _error(weights, x, outputs, static=static)
     size = torch.cat(weights).abs().mean(dim=0)
     for factors in _candidates(inputs.square.sqrt(), size, channels):
         scaled = [weight * factors for weight in weights]
-        error = _error(scaled, x / factors, outputs, method, static)
+        error = _error(scaled, x / factors, outputs, static=static)
         if error < least:
             best, least = factors, error
     return best
 
 
-def _error(
-    weights: list[Tensor], x: Tensor, outputs: list[Tensor], method: str, static: bool
-) -> float:
-    """Sum of the squared errors of outputs; x: [tokens, K]."""
-    scale = scales.global_scale(max(kernels.amax(weight) for weight in weights), method)
-    importance = x.square().mean(dim=0) if method == "mse" else None
+def _error(weights: list[Tensor], x: Tensor, outputs: list[Tensor], *, static: bool) -> float:
+    """Sum of the squared errors of outputs with weights to nearest; x: [tokens, K]."""
+    scale = GlobalScale.from_amax(max(kernels.amax(weight) for weight in weights))
     if static:
         x = activations.static(GlobalScale.from_amax(kernels.amax(x)))(x)
-    total = 0.0
+    total = x.new_zeros((), dtype=torch.float64)
     for weight, output in zip(weights, outputs, strict=True):
-        rounded = kernels.dequantize(
-            scales.quantize(weight, scale, method, importance), torch.float32
-        )
-        total += (x @ rounded.T - output).square().sum(dtype=torch.float64).item()
-    return total
+        rounded = kernels.dequantize(kernels.quantize(weight, scale), torch.float32)
+        total += (x @ rounded.T - output).square().sum(dtype=torch.float64)
+    return total.item()
 
 
 def _candidates(x: Tensor, w: Tensor, channels: tuple[int, ...] | None) -> Iterator[Tensor]:

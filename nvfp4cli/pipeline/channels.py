@@ -38,7 +38,6 @@ def channel_scales(
         plan.spec,
         tokens.split(size),
         _readers(plan),
-        method=plan.recipe.block_scales,
         static=plan.recipe.scheme == "w4a4",
     )
     while True:

@@ -100,14 +100,15 @@ def _inputs(claims: dict[str, Claim | None], context: Context) -> tuple[Scaling,
 def _claims(context: Context) -> tuple[dict[str, Claim | None], tuple[str, ...]]:
     """What is carried over of the source, in order, and notes about options without effect."""
     spec, tensors = context.spec, context.source.tensors
+    notes: tuple[str, ...] = ()
     claims = _ordered(claim(spec, tensors, context.config), spec)
+    if context.recipe.mtp == "drop":
+        left = {name: one for name, one in claims.items() if not (one and one.mtp)}
+        claims, notes = left, (_NO_MTP,) if len(left) == len(claims) else ()
     held = {name: info.shape for name, info in tensors.items()}
     shapes.check(claims.values(), held, context.sizes, spec.experts)
     fold.check(context.recipe.rotate, spec, claims.values())
-    if context.recipe.mtp == "keep":
-        return claims, ()
-    left = {name: one for name, one in claims.items() if not (one and one.mtp)}
-    return left, (_NO_MTP,) if len(left) == len(claims) else ()
+    return claims, notes
 
 
 def _context(
