@@ -260,6 +260,8 @@ def _load(plan: Plan, job: Job) -> list[Result]:
     for member in job.members:
         if member.action == "repack":
             loaded.append(plan.weights.stored(member.module, plan.weights.activations))
+        elif member.action == "recache":
+            loaded.append(plan.weights.cache_scales(member.module))
         elif member.streamed or member.action == "cache":
             loaded.append(None)
         elif member.piece and member.piece.expert is not None:

@@ -32,8 +32,7 @@ def assemble(
     weights, config = open_weights(source.checkpoint), source.checkpoint.config
     members = [member for job in jobs for member in job.members]
     quantized = [m.module for m in members if m.action in ("quantize", "repack")]
-    caches = any(m.action == "cache" for m in members)
-    contents = Contents(quantized, facts.kept, facts.activations, caches)
+    contents = Contents(quantized, facts.kept, facts.activations, facts.caches)
 
     dtype = _original_dtype(members, recipe, config)
 

@@ -13,6 +13,7 @@ from nvfp4cli.checkpoint.writer import Output
 from nvfp4cli.errors import CheckpointError, UnsupportedError
 from nvfp4cli.formats.nvfp4 import BLOCK
 from nvfp4cli.layouts import LAYOUTS, StoredWeights, open_weights
+from nvfp4cli.layouts.declared import caches
 from nvfp4cli.layouts.record import Layout
 from nvfp4cli.layouts.sources import Source, SourceTensor
 from nvfp4cli.models import spec as specs
@@ -55,6 +56,7 @@ def plan_convert(checkpoint: Checkpoint, layout_name: str, max_shard_size: str |
     recipe = origin["recipe"].merged(layout=layout_name, max_shard_size=max_shard_size)
     source = _as_stored(checkpoint)
     jobs = [_job(name, source, weights, layout, spec) for name in weights.names]
+    jobs += [_cache_job(attention, source, weights, layout) for attention in weights.caches]
 
     def place(job: Job) -> tuple[str, int]:
         info = checkpoint.tensors[job.members[0].source.parts[0]]
@@ -70,6 +72,7 @@ def plan_convert(checkpoint: Checkpoint, layout_name: str, max_shard_size: str |
         untied=False,
         without_mtp=False,
         activations=weights.activations,
+        caches=_declares_caches(checkpoint) or bool(weights.caches),
         warnings=tuple(advice.warnings(jobs, layout)),
         next_step=advice.next_step(jobs, layout),
         spec_text="",
@@ -79,12 +82,7 @@ def plan_convert(checkpoint: Checkpoint, layout_name: str, max_shard_size: str |
 
 
 def _check_representable(weights: StoredWeights, layout: Layout) -> None:
-    caches = [n for n in weights.auxiliary if n.endswith((".k_scale", ".v_scale"))]
-    if caches:
-        raise UnsupportedError(
-            f"{caches[0]} scales a KV cache, which `convert` does not carry over yet: quantise "
-            "the source model again in the layout you need."
-        )
+    _check_caches(weights, layout)
     experts = [module for module in weights.quantized if _EXPERT.search(module)]
     if experts and layout.NAME in selection.WITHOUT_EXPERTS:
         raise UnsupportedError(
@@ -97,6 +95,30 @@ def _check_representable(weights: StoredWeights, layout: Layout) -> None:
             f"The {layout.NAME} layout cannot hold the static input scales of this checkpoint: "
             f"choose one of {holders}."
         )
+
+
+def _check_caches(weights: StoredWeights, layout: Layout) -> None:
+    """Raise UnsupportedError unless the KV cache is one that the layout describes, or none is."""
+    checkpoint = weights.checkpoint
+    if queries := [name for name in weights.plain if name.endswith(".q_scale")]:
+        raise UnsupportedError(
+            f"{queries[0]} scales the queries of attention, which `convert` does not carry over: "
+            "quantise the source model again in the layout you need."
+        )
+    if others := sorted(caches(checkpoint) - {"FP8"}):
+        raise UnsupportedError(
+            f"The KV cache is declared as {others[0]}, and `convert` carries over static FP8 only: "
+            "quantise the source model again in the layout you need."
+        )
+    if weights.caches or _declares_caches(checkpoint):
+        layout.cache_outputs("")  # refuses where there is no place for them
+    for attention in weights.caches:
+        weights.cache_scales(attention)
+
+
+def _declares_caches(checkpoint: Checkpoint) -> bool:
+    """True with a KV cache in FP8, also without scales: engines take 1 then."""
+    return "FP8" in caches(checkpoint)
 
 
 def _check_parts(weights: StoredWeights) -> None:
@@ -209,6 +231,14 @@ def _job(
     # Without a spec to say so, any module may become a part of a merged one.
     fused = fused_module(spec, module) if spec else module
     member = Member(name, module, tensors[codes], shape, "repack", "NVFP4", (), outputs, fused)
+    return Job("weights", (member,))
+
+
+def _cache_job(attention: str, source: Source, weights: StoredWeights, layout: Layout) -> Job:
+    """The two scales, of which the keys' stands for both."""
+    name = weights.caches[attention]["k"]
+    outputs = layout.cache_outputs(attention)
+    member = Member(name, attention, source.tensors[name], (), "recache", "KV cache", (), outputs)
     return Job("weights", (member,))
 
 

@@ -110,6 +110,7 @@ def plan_quantize(
         untied=context.unties,
         without_mtp=recipe.mtp == "drop",
         activations=recipe.scheme == "w4a4",
+        caches=recipe.kv_cache != "none",
         warnings=(
             *_already_quantized(context),
             *_of_engines(context),

@@ -17,8 +17,8 @@ from nvfp4cli.rotate.fold import Edit
 
 # quantize: edits, then NVFP4. edit: edits, rounded once to `dtype`. copy: the source's bytes.
 # repack: a quantised weight from one layout to another. cache: the scales of a KV cache, which come
-# from calibration and no tensor of the source.
-Action = Literal["quantize", "edit", "copy", "repack", "cache"]
+# from calibration and no tensor of the source. recache: those scales from one layout to another.
+Action = Literal["quantize", "edit", "copy", "repack", "cache", "recache"]
 
 
 @dataclass(frozen=True)
@@ -108,10 +108,10 @@ class Facts:
 
     model: the name the user gave. rotation: kind, seed and sizes. kept: linear modules that stay in
     the source dtype. presets: why the architecture keeps some of them -> patterns. without_mtp:
-    layers that predict further tokens were left out. activations: input scales are stored. untied:
-    the output head no longer reuses the embedding. copies: stored heads that config.json ties and
-    are left out, each with its embedding. spec_text: the architecture spec used. own_spec: it is
-    one of the tool's and need not be stored.
+    layers that predict further tokens were left out. activations: input scales are stored. caches:
+    KV caches are in FP8. untied: the output head no longer reuses the embedding. copies: stored
+    heads that config.json ties and are left out, each with its embedding. spec_text: the
+    architecture spec used. own_spec: it is one of the tool's and need not be stored.
     """
 
     model: str
@@ -121,6 +121,7 @@ class Facts:
     untied: bool
     without_mtp: bool
     activations: bool
+    caches: bool
     copies: tuple[tuple[str, str], ...]
     warnings: tuple[str, ...]
     next_step: str  # what to do with the output, {out} or {path!r} standing for its folder

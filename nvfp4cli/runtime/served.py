@@ -1,6 +1,5 @@
 """A written checkpoint as it is served: with the activations that it declares."""
 
-import math
 import re
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -11,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nvfp4cli.checkpoint.reader import open_checkpoint
-from nvfp4cli.errors import UnsupportedError, WeightError
+from nvfp4cli.errors import UnsupportedError
 from nvfp4cli.formats.nvfp4 import GlobalScale
 from nvfp4cli.layouts import StoredWeights, open_weights
 from nvfp4cli.models import spec as specs
@@ -107,21 +106,15 @@ def served(folder: Path, mode: Activations) -> str:
 def cache_scales(weights: StoredWeights) -> dict[int, tuple[float, float]]:
     """Scales of keys and values by the number of the layer; none of a layer that lacks one.
 
-    Raises WeightError where one is no usable number.
+    Raises what `StoredWeights.cache_scales` raises.
     """
-    found: dict[int, dict[str, float]] = {}
-    for name in weights.auxiliary:
-        if match := _CACHE_SCALE.search(name):
-            value = weights.checkpoint.read(name).item()
-            if not 0 < value < math.inf:
-                raise WeightError(
-                    f"{name} is {value}, and a scale must be positive: quantise the source again."
-                )
-            found.setdefault(int(match[1]), {})[match[2]] = value
-    return {layer: (one["k"], one["v"]) for layer, one in found.items() if len(one) == 2}
-
-
-_CACHE_SCALE = re.compile(r"\.(\d+)\..*\.([kv])_scale$")
+    found = {}
+    for attention, names in weights.caches.items():
+        number = re.search(r"\.(\d+)\.", attention)
+        if number and len(names) == 2:
+            scales = weights.cache_scales(attention)
+            found[int(number[1])] = scales.key, scales.value
+    return found
 
 
 def _scales(weights: StoredWeights, model: PreTrainedModel) -> Iterable[tuple[Site, GlobalScale]]:
