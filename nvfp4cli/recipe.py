@@ -22,6 +22,9 @@ SCALES = ("rtn", "four-over-six", "mse")
 KV_CACHES = ("none", "fp8")
 RANDOM_TEXT = "random"
 
+# Their engines find the global scale of activations while the model runs; others store it.
+DYNAMIC_LAYOUTS = ("torchao",)
+
 _CHOICES = {
     "scheme": SCHEMES,
     "layout": LAYOUT_NAMES,
@@ -44,10 +47,11 @@ _SEEDS = 2**64  # what readers of the record in other languages hold
 class Recipe:
     """How a checkpoint is converted.
 
-    scheme: w4a16 (NVFP4 weights), w4a4 (activations too, with static global scales) or none (folds
-    only). method: how codes are chosen: to nearest (rtn, four-over-six, mse), or with errors made
-    good by what calibration text shows (gptq). scales: how the scale of a block is chosen under
-    gptq. kv_cache: the format that engines keep keys and values in, with scales from calibration.
+    scheme: w4a16 (NVFP4 weights), w4a4 (activations too, with static global scales or, in the
+    layout torchao, dynamic ones) or none (folds only). method: how codes are chosen: to nearest
+    (rtn, four-over-six, mse), or with errors made good by what calibration text shows (gptq).
+    scales: how the scale of a block is chosen under gptq. kv_cache: the format that engines keep
+    keys and values in, with scales from calibration.
     text: file of the calibration text, of which the first `sequences` of `sequence_length` tokens
     are used, or "random", for tokens drawn from `seed`; None: a text that comes with the tool.
     keep_first, keep_last: decoder layers at the ends that stay in the source dtype. layout: on-disk
@@ -90,8 +94,13 @@ class Recipe:
         if self.scheme == "none":
             return False
         weighed = self.method == "mse" and self.text is not None
-        scaled = self.scheme == "w4a4" or self.kv_cache != "none"
+        scaled = self.input_scales or self.kv_cache != "none"
         return weighed or scaled or self.method == "gptq"
+
+    @property
+    def input_scales(self) -> bool:
+        """Static scales of activations are stored."""
+        return self.scheme == "w4a4" and self.layout not in DYNAMIC_LAYOUTS
 
     @property
     def block_scales(self) -> str:

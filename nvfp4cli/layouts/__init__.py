@@ -101,6 +101,13 @@ class StoredWeights:
                 found.setdefault(match[1], {})[match[2]] = name
         return found
 
+    @cached_property
+    def dynamic(self) -> bool:
+        """True where engines quantise activations under scales of their own, and none is stored."""
+        if self.layout is None:
+            return False
+        return any(self.layout.dynamic(entries) for entries in self.checkpoint.metadata.values())
+
     def stored(self, module: str, activations: bool = False) -> Stored:
         """The canonical record of a quantised module, on request with its input scale.
 

@@ -59,7 +59,7 @@ class Layers:
         memory = _memory(device)
         manner = Manner(
             both=recipe.method == "gptq",
-            static=recipe.scheme == "w4a4",
+            rounded=recipe.scheme == "w4a4",
             remembered=memory // 3,
             moments=memory // 3,
         )
@@ -90,6 +90,7 @@ class Layers:
             if job.members[0].action == "cache"
         }
         found: dict[int, tuple[list[Result], list[str]]] = {}
+        activation = _static if self._plan.recipe.input_scales else _dynamic
 
         def choose(group: Group, weights: list[Tensor], seen: Seen) -> list[Tensor]:
             stored, warnings = self._quantized(jobs[places[group]], weights, seen)
@@ -98,11 +99,11 @@ class Layers:
 
         if number is not None and number < self._layers:
             cache = Observed() if caches else None
-            self._walk.layer(number, list(places), choose, _activation, cache)
+            self._walk.layer(number, list(places), choose, activation, cache)
             for place, attention in caches.items():
                 found[place] = [self._cache(attention, cache)], []
         elif places:
-            self._walk.tail(list(places), choose, _activation)
+            self._walk.tail(list(places), choose, activation)
         return found
 
     def _cache(self, attention: str, cache: Observed | None) -> CacheScales:
@@ -143,10 +144,16 @@ def _tensor_cores() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
-def _activation(group: Group, amax: float) -> Callable[[Tensor], Tensor]:
+def _static(group: Group, amax: float) -> Callable[[Tensor], Tensor]:
     """What a layer with a static input scale makes of its input."""
     _check_finite(group[0], amax)
     return activations.static(GlobalScale.from_amax(amax))
+
+
+def _dynamic(group: Group, amax: float) -> Callable[[Tensor], Tensor]:
+    """What a layer that scales every batch by itself makes of its input."""
+    _check_finite(group[0], amax)
+    return activations.dynamic()
 
 
 def _check_finite(module: str, amax: float) -> None:

@@ -71,7 +71,7 @@ def plan_convert(checkpoint: Checkpoint, layout_name: str, max_shard_size: str |
         copies=(),
         untied=False,
         without_mtp=False,
-        activations=weights.activations,
+        activations=weights.activations or weights.dynamic,
         caches=_declares_caches(checkpoint) or bool(weights.caches),
         warnings=tuple(advice.warnings(jobs, layout)),
         next_step=advice.next_step(jobs, layout),
@@ -88,6 +88,12 @@ def _check_representable(weights: StoredWeights, layout: Layout) -> None:
         raise UnsupportedError(
             f"No engine reads experts such as {experts[0]} in the {layout.NAME} layout: use "
             "--layout compressed-tensors or modelopt."
+        )
+    if weights.dynamic and layout is not weights.layout:
+        raise UnsupportedError(
+            "The activations of this checkpoint are quantised under dynamic scales, which the "
+            f"{layout.NAME} layout cannot express: quantise the source model with --scheme w4a4 "
+            f"--layout {layout.NAME}."
         )
     if weights.activations and not layout.INPUT_SCALES:
         holders = ", ".join(name for name, other in LAYOUTS.items() if other.INPUT_SCALES)

@@ -53,7 +53,7 @@ class _Context:
     def outputs(self, module: str, shape: tuple[int, ...]) -> tuple[Output, ...]:
         """What is written of a quantised matrix [out, in]."""
         assert self.layout is not None
-        return self.layout.outputs(module, (shape[0], shape[1]), self.recipe.scheme == "w4a4")
+        return self.layout.outputs(module, (shape[0], shape[1]), self.recipe.input_scales)
 
     @property
     def tied(self) -> bool:
@@ -176,6 +176,11 @@ def _of_engines(context: _Context) -> Iterator[str]:
     for case, sentence in context.spec.warn.items():
         if case == layout or (case in ("r1", "r2") and case in context.recipe.rotate):
             yield sentence
+    if context.layout and context.recipe.scheme == "w4a4" and not context.recipe.input_scales:
+        yield (
+            "torchao multiplies 4-bit activations on Blackwell GPUs only: to serve on others, use "
+            "--layout compressed-tensors or modelopt."
+        )
 
 
 def _heads(claims: dict[str, Claim | None], context: _Context) -> dict[str, Claim | None]:

@@ -108,7 +108,7 @@ class Facts:
 
     model: the name the user gave. rotation: kind, seed and sizes. kept: linear modules that stay in
     the source dtype. presets: why the architecture keeps some of them -> patterns. without_mtp:
-    layers that predict further tokens were left out. activations: input scales are stored. caches:
+    layers that predict further tokens were left out. activations: they are quantised too. caches:
     KV caches are in FP8. untied: the output head no longer reuses the embedding. copies: stored
     heads that config.json ties and are left out, each with its embedding. spec_text: the
     architecture spec used. own_spec: it is one of the tool's and need not be stored.

@@ -79,15 +79,18 @@ def as_served(model: PreTrainedModel, folder: Path, mode: Activations) -> PreTra
     """
     weights = open_weights(open_checkpoint(folder))
     caches = cache_scales(weights)
-    if mode == "none" or not (weights.activations or caches):
+    rounds = weights.activations or weights.dynamic
+    if mode == "none" or not (rounds or caches):
         return model
     sites: list[Site] = []
     rounding: dict[str, Callable[[Tensor], Tensor]] = {}
-    if weights.activations:
+    if rounds:
         rule: activations.Rule = "four-over-six" if mode == "four-over-six" else "amax"
         for site, scale in _scales(weights, model):
             sites.append(site)
-            rounding[site.name] = activations.static(scale, rule)
+            rounding[site.name] = (
+                activations.static(scale, rule) if scale else activations.dynamic(rule)
+            )
     return Served(model, sites, rounding, caches)
 
 
@@ -95,9 +98,10 @@ def served(folder: Path, mode: Activations) -> str:
     """What `serve` rounds of a checkpoint, for people."""
     weights = open_weights(open_checkpoint(folder))
     found = []
-    if mode != "none" and weights.activations:
+    if mode != "none" and (weights.activations or weights.dynamic):
         four = ", four-over-six" if mode == "four-over-six" else ""
-        found.append(f"inputs of linear layers to NVFP4 under static scales{four}")
+        kind = "dynamic" if weights.dynamic else "static"
+        found.append(f"inputs of linear layers to NVFP4 under {kind} scales{four}")
     if mode != "none" and cache_scales(weights):
         found.append("keys and values to FP8")
     return " and ".join(found) or "none"
@@ -117,8 +121,10 @@ def cache_scales(weights: StoredWeights) -> dict[int, tuple[float, float]]:
     return found
 
 
-def _scales(weights: StoredWeights, model: PreTrainedModel) -> Iterable[tuple[Site, GlobalScale]]:
-    """Where a model multiplies by quantised weights, and the input scale there."""
+def _scales(
+    weights: StoredWeights, model: PreTrainedModel
+) -> Iterable[tuple[Site, GlobalScale | None]]:
+    """Where a model multiplies by quantised weights, and the input scale there, None if dynamic."""
     checkpoint = weights.checkpoint
     path = specs.beside(checkpoint.folder, checkpoint.config.get("model_type"))
     if path is None:
@@ -127,8 +133,12 @@ def _scales(weights: StoredWeights, model: PreTrainedModel) -> Iterable[tuple[Si
             "be rounded: measure the weights alone with --activations none."
         )
     spec = specs.load_for(checkpoint.config, weights.names, path)
+    operands = of_model(spec, weights.quantized, model)
+    if weights.dynamic:
+        places = {one.operand.data_ptr(): Site(n, one.operand) for n, one in operands.items()}
+        return [(site, None) for site in places.values()]
     found: dict[int, tuple[Site, GlobalScale]] = {}
-    for name, one in of_model(spec, weights.quantized, model).items():
+    for name, one in operands.items():
         scale, place = weights.input_scale(name), one.operand.data_ptr()
         # Matrices with one operand have one input, and engines take the larger scale of them.
         if place not in found or found[place][1].multiplier < scale.multiplier:

@@ -67,6 +67,8 @@ CASES = (
     Case("transformers", "torchao", "phi3", stored="float32"),
     Case("transformers", "torchao", "gemma", stored="float32"),
     Case("transformers", "torchao", SMOLLM2, stored="float32"),
+    Case("transformers", "torchao", "llama", stored="float32", scheme="w4a4"),
+    Case("transformers", "torchao", SMOLLM2, stored="float32", scheme="w4a4"),
     Case("transformers", "compressed-tensors", "qwen2", rotate="r1r2", decoded="bfloat16"),
     Case("transformers", "compressed-tensors", SMOLLM2, decoded="bfloat16"),
     Case("transformers", "compressed-tensors", "qwen3", decoded="bfloat16"),
