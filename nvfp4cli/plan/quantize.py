@@ -366,10 +366,16 @@ def _with_caches(jobs: list[Job], claims: dict[str, Claim | None], context: _Con
     if context.recipe.kv_cache == "none" or context.layout is None:
         return jobs
     found: dict[str, Job] = {}
+    stateful = {one.layer for one in claims.values() if one and one.module.endswith(".conv1d")}
     for name, one in claims.items():
         if one is None or one.part != "weight" or one.layer is None or one.mtp:
             continue
         attention, _, last = one.module.rpartition(".")
+        if last in _VALUES and one.layer in stateful:
+            raise UnsupportedError(
+                f"Layer {one.layer} of {context.spec.model_type} keeps the state of a convolution "
+                "beside keys and values, so that its cache cannot be watched: leave out --kv-cache."
+            )
         if last in _VALUES:
             outputs = context.layout.cache_outputs(attention)
             member = Member(
