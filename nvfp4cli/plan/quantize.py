@@ -19,7 +19,7 @@ from nvfp4cli.models.claims import Claim, as_written, claim
 from nvfp4cli.models.pieces import Piece, matrix_shape, pieces, transposed
 from nvfp4cli.models.sizes import Sizes
 from nvfp4cli.models.spec import ArchSpec
-from nvfp4cli.plan import advice, selection, shapes
+from nvfp4cli.plan import advice, caches, selection, shapes
 from nvfp4cli.plan.assemble import assemble
 from nvfp4cli.plan.record import Action, Facts, Job, Member, Plan
 from nvfp4cli.recipe import Recipe
@@ -97,7 +97,9 @@ def plan_quantize(
         for name, one in claims.items()
         for member in _members(name, one, found[name], chosen.reasons, context)
     ]
-    jobs = _with_caches(_group(members), claims, context)
+    jobs = _group(members)
+    if recipe.kv_cache != "none" and context.layout is not None:
+        jobs = caches.with_scales(jobs, claims, context.source, spec, context.layout)
     notes += chosen.notes
     if strict and notes:
         raise RecipeError(notes[0])
@@ -176,11 +178,8 @@ def _of_engines(context: _Context) -> Iterator[str]:
     for case, sentence in context.spec.warn.items():
         if case == layout or (case in ("r1", "r2") and case in context.recipe.rotate):
             yield sentence
-    if context.layout and context.recipe.scheme == "w4a4" and not context.recipe.input_scales:
-        yield (
-            "torchao multiplies 4-bit activations on Blackwell GPUs only: to serve on others, use "
-            "--layout compressed-tensors or modelopt."
-        )
+    if context.recipe.scheme == "w4a4" and not context.recipe.input_scales:
+        yield advice.DYNAMIC
 
 
 def _heads(claims: dict[str, Claim | None], context: _Context) -> dict[str, Claim | None]:
@@ -352,48 +351,6 @@ def _group(members: list[tuple[Member, Claim | None]]) -> list[Job]:
         else:
             jobs[key] = Job(_stage(one), (member,))
     return list(jobs.values())
-
-
-# The last part of the names of projections that values come from, alone or with others.
-_VALUES = ("v_proj", "qkv_proj", "query_key_value", "c_attn")
-
-
-def _with_caches(jobs: list[Job], claims: dict[str, Claim | None], context: _Context) -> list[Job]:
-    """The jobs, each layer's with one for the scales of its KV cache behind them.
-
-    Raises UnsupportedError where no attention of the usual kind is found.
-    """
-    if context.recipe.kv_cache == "none" or context.layout is None:
-        return jobs
-    found: dict[str, Job] = {}
-    stateful = {one.layer for one in claims.values() if one and one.module.endswith(".conv1d")}
-    for name, one in claims.items():
-        if one is None or one.part != "weight" or one.layer is None or one.mtp:
-            continue
-        attention, _, last = one.module.rpartition(".")
-        if last in _VALUES and one.layer in stateful:
-            raise UnsupportedError(
-                f"Layer {one.layer} of {context.spec.model_type} keeps the state of a convolution "
-                "beside keys and values, so that its cache cannot be watched: leave out --kv-cache."
-            )
-        if last in _VALUES:
-            outputs = context.layout.cache_outputs(attention)
-            member = Member(
-                name, attention, context.source.tensors[name], (), "cache", "KV cache", (), outputs
-            )
-            found[_stage(one)] = Job(_stage(one), (member,))
-    if not found:
-        raise UnsupportedError(
-            f"The spec of {context.spec.model_type} names no value projection, so that it cannot "
-            "be said what its KV cache holds: leave out --kv-cache."
-        )
-    last_of = {job.stage: place for place, job in enumerate(jobs)}
-    behind = {last_of[stage]: job for stage, job in found.items()}
-    return [
-        one
-        for place, job in enumerate(jobs)
-        for one in ((job, behind[place]) if place in behind else (job,))
-    ]
 
 
 def _stage(one: Claim | None) -> str:
