@@ -22,6 +22,9 @@ SCALES = ("rtn", "four-over-six", "mse")
 KV_CACHES = ("none", "fp8")
 RANDOM_TEXT = "random"
 
+# Their engines find the global scale of activations while the model runs; others store it.
+DYNAMIC_LAYOUTS = ("torchao",)
+
 _CHOICES = {
     "scheme": SCHEMES,
     "layout": LAYOUT_NAMES,
@@ -45,23 +48,24 @@ _SEEDS = 2**64  # what readers of the record in other languages hold
 class Recipe:
     """How a checkpoint is converted.
 
-    scheme: w4a16 (NVFP4 weights), w4a4 (activations too, with static global scales) or none (folds
-    only). method: how codes are chosen: to nearest (rtn, four-over-six, mse), or with errors made
-    good by what calibration text shows (gptq); awq is to nearest too, with channel_scales: these
-    make channels of inputs smaller and the columns that read them larger, as calibration text
-    approves. scales: how the scale of a block is chosen under gptq and awq. kv_cache: the format
-    that engines keep keys and values in, with scales from calibration. text: file of the
-    calibration text, of which the first `sequences` of `sequence_length` tokens are used, or
-    "random", for tokens drawn from `seed`; None: a text that comes with the tool. bits: that a
-    value of the weights to be quantised may take on average; the groups of weights that cost the
-    model most are FP8 then, or stay in the source dtype. None: all are NVFP4. keep_worst: how many
-    groups, those that would cost most, stay in the source dtype beside that. keep_first, keep_last:
-    decoder layers at the ends that stay in the source dtype. layout: on-disk convention. rotate:
-    which rotations are folded in, of which rotation_kind, from which seed. ignore: patterns of
-    modules that stay in the source dtype. include: patterns of modules that are quantised although
-    the architecture's spec keeps them (lm_head). dtype: of the tensors that are not quantised. mtp:
-    whether layers that predict further tokens (speculative decoding) are kept, in the source dtype,
-    or left out. max_shard_size: of an output file, such as "5GB".
+    scheme: w4a16 (NVFP4 weights), w4a4 (activations too, with static global scales or, in the
+    layout torchao, dynamic ones) or none (folds only). method: how codes are chosen: to nearest
+    (rtn, four-over-six, mse), or with errors made good by what calibration text shows (gptq); awq
+    is to nearest too, with channel_scales: these make channels of inputs smaller and the columns
+    that read them larger, as calibration text approves. scales: how the scale of a block is chosen
+    under gptq and awq. kv_cache: the format that engines keep keys and values in, with scales from
+    calibration. text: file of the calibration text, of which the first `sequences` of
+    `sequence_length` tokens are used, or "random", for tokens drawn from `seed`; None: a text that
+    comes with the tool. bits: that a value of the weights to be quantised may take on average; the
+    groups of weights that cost the model most are FP8 then, or stay in the source dtype. None: all
+    are NVFP4. keep_worst: how many groups, those that would cost most, stay in the source dtype
+    beside that. keep_first, keep_last: decoder layers at the ends that stay in the source dtype.
+    layout: on-disk convention. rotate: which rotations are folded in, of which rotation_kind, from
+    which seed. ignore: patterns of modules that stay in the source dtype. include: patterns of
+    modules that are quantised although the architecture's spec keeps them (lm_head). dtype: of the
+    tensors that are not quantised. mtp: whether layers that predict further tokens (speculative
+    decoding) are kept, in the source dtype, or left out. max_shard_size: of an output file, such as
+    "5GB".
 
     Raises RecipeError for a value that makes no sense.
     """
@@ -99,7 +103,7 @@ class Recipe:
         if self.scheme == "none":
             return False
         weighed = self.method == "mse" and self.text is not None
-        scaled = self.scheme == "w4a4" or self.kv_cache != "none"
+        scaled = self.input_scales or self.kv_cache != "none"
         needed = self.measures or self.scales_channels or self.method == "gptq"
         return weighed or scaled or needed
 
@@ -112,6 +116,11 @@ class Recipe:
     def measures(self) -> bool:
         """Formats are chosen by what they cost the model."""
         return self.scheme != "none" and (self.bits is not None or self.keep_worst > 0)
+
+    @property
+    def input_scales(self) -> bool:
+        """Static scales of activations are stored."""
+        return self.scheme == "w4a4" and self.layout not in DYNAMIC_LAYOUTS
 
     @property
     def block_scales(self) -> str:

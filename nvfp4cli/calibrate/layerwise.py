@@ -36,13 +36,13 @@ Activation = Callable[[Group, float], Callable[[Tensor], Tensor]]
 class Manner:
     """How to calibrate.
 
-    both: run the unquantised model too. static: activations are rounded by the largest input, which
-    is therefore looked for first. remembered: bytes of products that may be kept. moments: bytes of
+    both: run the unquantised model too. rounded: activations are rounded; their largest magnitude
+    is looked for first. remembered: bytes of products that may be kept. moments: bytes of
     second moments that may be held at a time, of many experts.
     """
 
     both: bool
-    static: bool
+    rounded: bool
     remembered: int
     moments: int
 
@@ -277,7 +277,7 @@ class Walk:
     ) -> None:
         operands = {served.operand[group[0]]: group for group in groups}
         whole = len(groups) > 1
-        if self._manner.static:
+        if self._manner.rounded:
             amax = self._amax(list(operands), served, whole)
             for operand, group in operands.items():
                 act = activation(group, amax[operand])
@@ -314,7 +314,7 @@ class Walk:
         for operand in operands:
             width, device = served.found[operand].values.shape[1], served.hidden[0].device
             seen[operand] = tuple(
-                Moments.zeros(width, device, cross=both, square=both and self._manner.static)
+                Moments.zeros(width, device, cross=both, square=both and self._manner.rounded)
                 for _ in range(2)
             )
         found: dict[str, Tensor] = {}

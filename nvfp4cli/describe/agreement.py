@@ -139,15 +139,19 @@ def _check_activations(inventory: Inventory, configuration: Configuration) -> It
         yield Violation(None, "config-scheme", message)
 
 
+# How the projections end that keys come from, alone or with others.
+_KEYS = (".k_proj", ".qkv_proj", ".query_key_value", ".c_attn")
+
+
 def _check_cache(inventory: Inventory, configuration: Configuration) -> Iterator[Violation]:
     keys, values = (
         {name.rpartition(".")[0] for name in inventory.cache_scales if name.endswith(ending)}
         for ending in (".k_scale", ".v_scale")
     )
     # ModelOpt stores them inside the projections, compressed-tensors beside these.
-    keys = {name.removesuffix(".k_proj") for name in keys}
-    values = {name.removesuffix(".v_proj") for name in values}
-    attention = {m.rpartition(".")[0] for m in inventory.linears if m.endswith(".k_proj")}
+    keys = {name.removesuffix(".k_proj").removesuffix(".qkv_proj") for name in keys}
+    values = {name.removesuffix(".v_proj").removesuffix(".qkv_proj") for name in values}
+    attention = {m.rpartition(".")[0] for m in inventory.linears if m.endswith(_KEYS)}
     partial = sorted(keys ^ values) or sorted(attention - keys)
     if configuration.cache and not keys and not values:
         message = (

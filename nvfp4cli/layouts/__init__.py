@@ -4,6 +4,7 @@ Layouts only rename and repack the canonical record; no number changes here.
 """
 
 import math
+import re
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -12,12 +13,12 @@ from torch import Tensor
 
 from nvfp4cli.checkpoint.reader import Checkpoint, TensorInfo
 from nvfp4cli.checkpoint.writer import Output
-from nvfp4cli.errors import CheckpointError, WeightError
+from nvfp4cli.errors import CheckpointError, UnsupportedError, WeightError
 from nvfp4cli.formats import e4m3
 from nvfp4cli.formats.fp8 import decode as decode_fp8
 from nvfp4cli.formats.nvfp4 import GlobalScale, dequantize
 from nvfp4cli.layouts import comfy, compressed_tensors, modelopt, torchao
-from nvfp4cli.layouts.record import Layout, Shape, Stored, StoredFp8
+from nvfp4cli.layouts.record import CacheScales, Layout, Shape, Stored, StoredFp8
 
 LAYOUTS: dict[str, Layout] = {
     layout.NAME: layout for layout in (torchao, comfy, compressed_tensors, modelopt)
@@ -28,6 +29,11 @@ _INPUT_SCALE_SUFFIXES = (".input_global_scale", ".input_scale")
 _FP8_PARTS = ("weight", "weight_scale")
 _MARKER_SUFFIX = ".comfy_quant"
 _AUXILIARY_SUFFIXES = (*_INPUT_SCALE_SUFFIXES, ".k_scale", ".v_scale", _MARKER_SUFFIX)
+# compressed-tensors names them after the attention module, ModelOpt after a projection in it.
+_CACHE_SCALE = re.compile(r"(.+?)(?:\.(?:k|v|qkv)_proj)?\.([kv])_scale")
+
+# What fp32 holds without a rounding; llm-compressor writes bfloat16.
+_SCALAR_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,22 @@ class StoredWeights:
         self._check_global_scale(module, name)
         return self.checkpoint.read(name).item()
 
+    @cached_property
+    def caches(self) -> dict[str, dict[str, str]]:
+        """Attention modules -> "k" and "v" -> name of the scale in the KV cache, where stored."""
+        found: dict[str, dict[str, str]] = {}
+        for name in self.auxiliary:
+            if match := _CACHE_SCALE.fullmatch(name):
+                found.setdefault(match[1], {})[match[2]] = name
+        return found
+
+    @cached_property
+    def dynamic(self) -> bool:
+        """True where engines quantise activations under scales of their own, and none is stored."""
+        if self.layout is None:
+            return False
+        return any(self.layout.dynamic(entries) for entries in self.checkpoint.metadata.values())
+
     def stored(self, module: str, activations: bool = False) -> Stored:
         """The canonical record of a quantised module, on request with its input scale.
 
@@ -168,6 +190,34 @@ class StoredWeights:
         self._check_part(part)
         self._check_global_scale(module, part.name)
         return self.layout.input_scale(self.checkpoint.read(part.name).item())
+
+    def cache_scales(self, attention: str) -> CacheScales:
+        """The scales of an attention module's KV cache, without a rounding.
+
+        Raises CheckpointError where one is missing, UnsupportedError where it is not one number,
+        WeightError where it is no usable one.
+        """
+        names = self.caches[attention]
+        return CacheScales(*(self._cache_scale(attention, names.get(kind)) for kind in "kv"))
+
+    def _cache_scale(self, attention: str, name: str | None) -> float:
+        if name is None:
+            raise CheckpointError(
+                f"{attention} lacks a k_scale or a v_scale: calibrate the KV cache again."
+            )
+        info = self.checkpoint.tensors[name]
+        if info.numel != 1 or info.dtype not in _SCALAR_DTYPES:
+            raise UnsupportedError(
+                f"{name} is {_form(info)}, and the scale of a KV cache is read as one number: "
+                "calibrate the cache per tensor."
+            )
+        value: float = self.checkpoint.read(name).item()
+        if not 0 < value < math.inf:
+            raise WeightError(
+                f"{name} is {value}, and a scale must be positive and finite: calibrate the KV "
+                "cache again."
+            )
+        return value
 
     def check_parts(self, module: str, activations: bool) -> None:
         """Raise CheckpointError where a part of a quantised module is missing or misshapen."""

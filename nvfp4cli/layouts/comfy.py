@@ -122,11 +122,19 @@ def cache_export(attention: str, scales: CacheScales) -> dict[str, Tensor]:
 
 
 def header_metadata(
-    quantized: Mapping[str, Shape], plain: Collection[str], dtype: torch.dtype
+    quantized: Mapping[str, Shape],
+    plain: Collection[str],
+    dtype: torch.dtype,
+    activations: bool = False,
 ) -> dict[str, str]:
     """The rows of weights that padding makes taller."""
     rows = {module: n for module, (n, _) in quantized.items() if n % _ROWS}
     return {_ROWS_KEY: json.dumps(rows)} if rows else {}
+
+
+def dynamic(metadata: Mapping[str, str]) -> bool:
+    """Never: global scales are stored."""
+    return False
 
 
 def quantization_config(contents: Contents) -> None:

@@ -63,6 +63,24 @@ def declared(checkpoint: Checkpoint) -> Declared:
     return Declared(tuple(found), blocks.pop() if blocks else BLOCK)
 
 
+def caches(checkpoint: Checkpoint) -> set[str]:
+    """The formats that KV caches are declared to be in, such as "FP8"; empty without any.
+
+    ModelOpt states them twice, "DYNAMIC" is one whose scales are computed while the model runs.
+    """
+    stated = [value for _, value in _found(checkpoint.config)]
+    if (checkpoint.folder / _MODELOPT_FILE).is_file():
+        stated.append(_dict(read_json(checkpoint.folder / _MODELOPT_FILE).get("quantization")))
+    found = {str(v["kv_cache_quant_algo"]).upper() for v in stated if v.get("kv_cache_quant_algo")}
+    for scheme in (_dict(value.get("kv_cache_scheme")) for value in stated):
+        if scheme.get("dynamic"):
+            found.add("DYNAMIC")
+        elif scheme:
+            kind = "FP" if scheme.get("type") == "float" else "INT"
+            found.add(f"{kind}{scheme.get('num_bits')}")
+    return found
+
+
 _REMEDY = "start from the unquantised model"
 
 

@@ -121,10 +121,18 @@ def cache_export(attention: str, scales: CacheScales) -> dict[str, Tensor]:
 
 
 def header_metadata(
-    quantized: Mapping[str, Shape], plain: Collection[str], dtype: torch.dtype
+    quantized: Mapping[str, Shape],
+    plain: Collection[str],
+    dtype: torch.dtype,
+    activations: bool = False,
 ) -> dict[str, str]:
     """Nothing beyond the names."""
     return {}
+
+
+def dynamic(metadata: Mapping[str, str]) -> bool:
+    """Never: global scales are stored."""
+    return False
 
 
 def quantization_config(contents: Contents) -> dict[str, Any]:

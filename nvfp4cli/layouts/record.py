@@ -57,8 +57,9 @@ class CacheScales:
 class Contents:
     """What a checkpoint will hold, for the writing of its configuration.
 
-    quantized: modules in NVFP4. kept: linear modules in the source dtype. activations: True where
-    input scales are stored. caches: True where scales of an FP8 KV cache are. fp8: modules in FP8.
+    quantized: modules in NVFP4. kept: linear modules in the source dtype. activations: they are
+    quantised too, under scales that are stored or, where the layout holds none, dynamic. caches:
+    KV caches are in FP8. fp8: modules in FP8.
     """
 
     quantized: Collection[str]
@@ -109,9 +110,16 @@ class Layout(Protocol):
         """Those tensors with their data."""
 
     def header_metadata(
-        self, quantized: Mapping[str, Shape], plain: Collection[str], dtype: torch.dtype
+        self,
+        quantized: Mapping[str, Shape],
+        plain: Collection[str],
+        dtype: torch.dtype,
+        activations: bool = False,
     ) -> dict[str, str]:
         """Entries for a file's __metadata__: its quantised modules and its other tensors."""
+
+    def dynamic(self, metadata: Mapping[str, str]) -> bool:
+        """Whether a file's __metadata__ asks for activations under dynamic global scales."""
 
     def quantization_config(self, contents: Contents) -> dict[str, Any] | None:
         """The value of config.json's quantization_config."""

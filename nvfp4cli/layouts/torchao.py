@@ -12,7 +12,7 @@ from torch import Tensor
 
 from nvfp4cli.checkpoint.reader import Checkpoint
 from nvfp4cli.checkpoint.writer import Output
-from nvfp4cli.errors import UnsupportedError
+from nvfp4cli.errors import CheckpointError, UnsupportedError
 from nvfp4cli.formats import swizzle
 from nvfp4cli.formats.nvfp4 import BLOCK, GlobalScale, Quantized
 from nvfp4cli.layouts.record import CacheScales, Contents, Read, Shape, Stored, StoredFp8, scalar
@@ -27,6 +27,17 @@ SERVE = "Serve: vllm serve {out}"
 _QDATA = "._weight_qdata"
 _SCALE = "._weight_scale"
 _PER_TENSOR = "._weight_per_tensor_scale"
+
+# Of torchao's own kernel for activations, which needs the package mslk, no use is made.
+_ACTIVATIONS = {
+    "_type": "QuantizeTensorToNVFP4Kwargs",
+    "_data": {
+        "block_size": BLOCK,
+        "is_swizzled_scales": True,
+        "use_triton_kernel": False,
+        "use_dynamic_per_tensor_scale": True,
+    },
+}
 
 
 def outputs(module: str, shape: Shape, activations: bool) -> tuple[Output, ...]:
@@ -113,7 +124,10 @@ def cache_export(attention: str, scales: CacheScales) -> dict[str, Tensor]:
 
 
 def header_metadata(
-    quantized: Mapping[str, Shape], plain: Collection[str], dtype: torch.dtype
+    quantized: Mapping[str, Shape],
+    plain: Collection[str],
+    dtype: torch.dtype,
+    activations: bool = False,
 ) -> dict[str, str]:
     """A description of each tensor subclass, under the weight's name, and the list of all."""
     description = {
@@ -123,7 +137,7 @@ def header_metadata(
             "orig_dtype": {"_type": "torch.dtype", "_data": str(dtype).removeprefix("torch.")},
             "is_swizzled_scales": True,
             "use_triton_kernel": False,
-            "act_quant_kwargs": None,
+            "act_quant_kwargs": _ACTIVATIONS if activations else None,
         },
         "_tensor_data_names": ["qdata", "scale", "per_tensor_scale"],
     }
@@ -133,13 +147,28 @@ def header_metadata(
     return {**entries, "tensor_names": json.dumps(sorted(entries))}
 
 
+def dynamic(metadata: Mapping[str, str]) -> bool:
+    """Where the description of a weight says how to quantise its input.
+
+    Raises CheckpointError for a description that cannot be read.
+    """
+    try:
+        found = [json.loads(text) for name, text in metadata.items() if name.endswith(".weight")]
+        kinds = [one["_data"].get("act_quant_kwargs") for one in found if "_data" in one]
+        return any(kind and kind["_data"]["use_dynamic_per_tensor_scale"] for kind in kinds)
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise CheckpointError(
+            f"The __metadata__ in the header of a file is damaged ({error}): restore the file."
+        ) from None
+
+
 def quantization_config(contents: Contents) -> dict[str, Any]:
     """transformers' TorchAoConfig. vLLM reads only the key "default" of quant_type."""
-    config = {
-        "_type": "NVFP4WeightOnlyConfig",
-        "_version": 1,
-        "_data": {"use_dynamic_per_tensor_scale": True},
-    }
+    kind, data = "NVFP4WeightOnlyConfig", {"use_dynamic_per_tensor_scale": True}
+    if contents.activations:
+        kind = "NVFP4DynamicActivationNVFP4WeightConfig"
+        data |= {"use_triton_kernel": False}
+    config = {"_type": kind, "_version": 1, "_data": data}
     return {
         "quant_method": "torchao",
         "quant_type": {"default": config},

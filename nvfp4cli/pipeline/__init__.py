@@ -265,6 +265,8 @@ def _load(plan: Plan, job: Job) -> list[Result]:
             loaded.append(plan.weights.stored(member.module, plan.weights.activations))
         elif member.action == "repack_fp8":
             loaded.append(plan.weights.stored_fp8(member.module))
+        elif member.action == "recache":
+            loaded.append(plan.weights.cache_scales(member.module))
         elif member.streamed or member.action == "cache":
             loaded.append(None)
         elif member.piece and member.piece.expert is not None:

@@ -60,7 +60,7 @@ class Layers:
         memory = _memory(device)
         manner = Manner(
             both=recipe.method == "gptq",
-            static=recipe.scheme == "w4a4",
+            rounded=recipe.scheme == "w4a4",
             remembered=memory // 3,
             moments=memory // 3,
         )
@@ -102,6 +102,8 @@ class Layers:
             _check_finite(group[0], amax)
             if jobs[places[group]].members[0].action == "fp8":
                 return activations.static_fp8(fp8.scale_of(amax))
+            if not self._plan.recipe.input_scales:
+                return activations.dynamic()
             return activations.static(GlobalScale.from_amax(amax))
 
         if number is not None and number < self._layers:

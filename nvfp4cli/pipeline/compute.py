@@ -46,7 +46,7 @@ def quantized(
         seen = statistics.of([member.module for member in job.members])
         if method == "mse" and seen.tokens:
             importance = seen.mean_square.to(tensors[0].device)
-        if recipe.scheme == "w4a4":
+        if recipe.input_scales:
             input_scale = GlobalScale.from_amax(seen.amax)
     results: list[Result] = []
     for i, member in enumerate(job.members):
@@ -87,7 +87,7 @@ def calibrated(
     """
     if job.members[0].action == "fp8":
         return _in_fp8(tensors, recipe, seen), []
-    input_scale = GlobalScale.from_amax(seen.amax) if recipe.scheme == "w4a4" else None
+    input_scale = GlobalScale.from_amax(seen.amax) if recipe.input_scales else None
     if nvfp4.vanishes(max(maxima)):
         zeros = [Stored(nvfp4.zeros(*tensor.shape), input_scale) for tensor in tensors]
         return zeros, _vanishing(job, maxima)

@@ -8,7 +8,10 @@ _TORCHAO_ROWS = 128
 # Tensor-parallel slices and Marlin's tiles; what is no multiple is padded or refused.
 _ENGINE_TILE = 64
 
-
+DYNAMIC = (
+    "torchao multiplies 4-bit activations on Blackwell GPUs only: to serve on others, use "
+    "--layout compressed-tensors or modelopt."
+)
 _LOAD = "Load: transformers.AutoModelForCausalLM.from_pretrained({path!r})"
 
 

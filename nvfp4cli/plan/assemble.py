@@ -33,14 +33,14 @@ def assemble(
     weights, config = open_weights(source.checkpoint), source.checkpoint.config
     members = [member for job in jobs for member in job.members]
     quantized = [m.module for m in members if m.action in ("quantize", "repack")]
-    caches = any(m.action == "cache" for m in members)
     fp8 = [m.module for m in members if m.action in ("fp8", "repack_fp8")]
-    contents = Contents(quantized, facts.kept, facts.activations, caches, fp8)
+    contents = Contents(quantized, facts.kept, facts.activations, facts.caches, fp8)
 
     dtype = _original_dtype(members, recipe, config)
 
     def metadata(numbers: list[int]) -> dict[str, str]:
-        return _header_metadata([members[i] for i in numbers], layout, dtype)
+        chosen = [members[i] for i in numbers]
+        return _header_metadata(chosen, layout, dtype, facts.activations)
 
     limit = None if layout is not None and layout.SINGLE_FILE else recipe.max_shard_bytes
     shards = make_shards([m.outputs for m in members], limit, metadata)
@@ -75,14 +75,14 @@ _MTP_COUNTS = {"num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_mod
 
 
 def _header_metadata(
-    members: list[Member], layout: Layout | None, dtype: torch.dtype
+    members: list[Member], layout: Layout | None, dtype: torch.dtype, activations: bool
 ) -> dict[str, str]:
     if layout is None:
         return {}
     quantized = [m for m in members if m.action in ("quantize", "repack")]
     plain = [m.name for m in members if m.action in ("edit", "copy")]
     shapes = {m.module: (m.shape[0], m.shape[1]) for m in quantized}
-    return layout.header_metadata(shapes, plain, dtype)
+    return layout.header_metadata(shapes, plain, dtype, activations)
 
 
 def _original_dtype(members: list[Member], recipe: Recipe, config: dict[str, Any]) -> torch.dtype:

@@ -14,6 +14,7 @@ from nvfp4cli.checkpoint.writer import Output
 from nvfp4cli.errors import CheckpointError, UnsupportedError
 from nvfp4cli.formats.nvfp4 import BLOCK
 from nvfp4cli.layouts import LAYOUTS, StoredWeights, open_weights
+from nvfp4cli.layouts.declared import caches
 from nvfp4cli.layouts.record import Layout
 from nvfp4cli.layouts.sources import Source, SourceTensor
 from nvfp4cli.models import spec as specs
@@ -58,6 +59,7 @@ def plan_convert(checkpoint: Checkpoint, layout_name: str, max_shard_size: str |
     recipe = origin["recipe"].merged(layout=layout_name, max_shard_size=max_shard_size)
     source = _as_stored(checkpoint)
     jobs = [_job(name, source, weights, layout, spec) for name in weights.names]
+    jobs += [_cache_job(attention, source, weights, layout) for attention in weights.caches]
 
     def place(job: Job) -> tuple[str, int]:
         info = checkpoint.tensors[job.members[0].source.parts[0]]
@@ -72,7 +74,8 @@ def plan_convert(checkpoint: Checkpoint, layout_name: str, max_shard_size: str |
         copies=(),
         untied=False,
         without_mtp=False,
-        activations=weights.activations,
+        activations=weights.activations or weights.dynamic,
+        caches=_declares_caches(checkpoint) or bool(weights.caches),
         warnings=tuple(advice.warnings(jobs, layout)),
         next_step=advice.next_step(jobs, layout),
         spec_text="",
@@ -84,18 +87,19 @@ def plan_convert(checkpoint: Checkpoint, layout_name: str, max_shard_size: str |
 
 
 def _check_representable(weights: StoredWeights, layout: Layout) -> None:
-    caches = [n for n in weights.auxiliary if n.endswith((".k_scale", ".v_scale"))]
-    if caches:
-        raise UnsupportedError(
-            f"{caches[0]} scales a KV cache, which `convert` does not carry over yet: quantise "
-            "the source model again in the layout you need."
-        )
     _check_fp8(weights, layout)
+    _check_caches(weights, layout)
     experts = [module for module in weights.quantized if _EXPERT.search(module)]
     if experts and layout.NAME in selection.WITHOUT_EXPERTS:
         raise UnsupportedError(
             f"No engine reads experts such as {experts[0]} in the {layout.NAME} layout: use "
             "--layout compressed-tensors or modelopt."
+        )
+    if weights.dynamic and layout is not weights.layout:
+        raise UnsupportedError(
+            "The activations of this checkpoint are quantised under dynamic scales, which the "
+            f"{layout.NAME} layout cannot express: quantise the source model with --scheme w4a4 "
+            f"--layout {layout.NAME}."
         )
     if weights.activations and not layout.INPUT_SCALES:
         holders = ", ".join(name for name, other in LAYOUTS.items() if other.INPUT_SCALES)
@@ -119,6 +123,30 @@ def _check_fp8(weights: StoredWeights, layout: Layout) -> None:
                 f"{module} is in FP8 in a way that the {layout.NAME} layout of this tool does not "
                 "hold: quantise the source model with --bits in the layout you need."
             )
+
+
+def _check_caches(weights: StoredWeights, layout: Layout) -> None:
+    """Raise UnsupportedError unless the KV cache is one that the layout describes, or none is."""
+    checkpoint = weights.checkpoint
+    if queries := [name for name in weights.plain if name.endswith(".q_scale")]:
+        raise UnsupportedError(
+            f"{queries[0]} scales the queries of attention, which `convert` does not carry over: "
+            "quantise the source model again in the layout you need."
+        )
+    if others := sorted(caches(checkpoint) - {"FP8"}):
+        raise UnsupportedError(
+            f"The KV cache is declared as {others[0]}, and `convert` carries over static FP8 only: "
+            "quantise the source model again in the layout you need."
+        )
+    if weights.caches or _declares_caches(checkpoint):
+        layout.cache_outputs("")  # refuses where there is no place for them
+    for attention in weights.caches:
+        weights.cache_scales(attention)
+
+
+def _declares_caches(checkpoint: Checkpoint) -> bool:
+    """True with a KV cache in FP8, also without scales: engines take 1 then."""
+    return "FP8" in caches(checkpoint)
 
 
 def _check_parts(weights: StoredWeights) -> None:
@@ -245,6 +273,14 @@ def _channels(folder: Path) -> dict[str, Tensor] | None:
     """The factors that stand beside a checkpoint whose channels were scaled."""
     path = folder / CHANNELS
     return from_bytes(path.read_bytes(), str(path)) if path.is_file() else None
+
+
+def _cache_job(attention: str, source: Source, weights: StoredWeights, layout: Layout) -> Job:
+    """The two scales, of which the keys' stands for both."""
+    name = weights.caches[attention]["k"]
+    outputs = layout.cache_outputs(attention)
+    member = Member(name, attention, source.tensors[name], (), "recache", "KV cache", (), outputs)
+    return Job("weights", (member,))
 
 
 def _origin(folder: Path) -> dict[str, Any]:

@@ -50,7 +50,7 @@ class Context:
     def outputs(self, module: str, shape: tuple[int, ...]) -> tuple[Output, ...]:
         """What is written of a quantised matrix [out, in]."""
         assert self.layout is not None
-        return self.layout.outputs(module, (shape[0], shape[1]), self.recipe.scheme == "w4a4")
+        return self.layout.outputs(module, (shape[0], shape[1]), self.recipe.input_scales)
 
     @property
     def tied(self) -> bool:

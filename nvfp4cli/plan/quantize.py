@@ -8,14 +8,14 @@ from pathlib import Path
 from torch import Tensor
 
 from nvfp4cli.checkpoint.reader import ADAPTER, Checkpoint
-from nvfp4cli.errors import RecipeError, UnsupportedError
+from nvfp4cli.errors import RecipeError
 from nvfp4cli.layouts import LAYOUTS
 from nvfp4cli.layouts.sources import Source, SourceTensor, open_source
 from nvfp4cli.models import spec as specs
 from nvfp4cli.models.claims import Claim, as_written, claim
 from nvfp4cli.models.scaling import Scaling, scalings
 from nvfp4cli.models.spec import ArchSpec
-from nvfp4cli.plan import advice, selection, shapes
+from nvfp4cli.plan import advice, caches, selection, shapes
 from nvfp4cli.plan.assemble import assemble
 from nvfp4cli.plan.members import Context, source_of
 from nvfp4cli.plan.members import members as members_of
@@ -56,14 +56,8 @@ def plan_quantize(
     claims = as_written(claims) if context.layout else claims
     found = {n: infos[source_of(c, context) if c else n] for n, c in claims.items()}
     shapes_of = {name: info.shape for name, info in found.items()}
-    chosen = selection.select(
-        claims.values(),
-        shapes_of,
-        recipe,
-        context.layout,
-        spec,
-        context.tied and not context.unties,
-    )
+    tied = context.tied and not context.unties
+    chosen = selection.select(claims.values(), shapes_of, recipe, context.layout, spec, tied)
     kept = {name for name, form in context.formats.items() if form == "source"}
     reasons = {name: why for name, why in chosen.reasons.items() if name not in kept}
     jobs = _jobs(claims, found, reasons, context)
@@ -79,6 +73,7 @@ def plan_quantize(
         untied=context.unties,
         without_mtp=recipe.mtp == "drop",
         activations=recipe.scheme == "w4a4",
+        caches=recipe.kv_cache != "none",
         warnings=_warnings(context, jobs, (*notes, *chosen.warnings)),
         next_step=advice.next_step(jobs, context.layout),
         spec_text=arch_spec.read_text(encoding="utf-8") if arch_spec else "",
@@ -168,6 +163,8 @@ def _of_engines(context: Context) -> Iterator[str]:
     for case, sentence in context.spec.warn.items():
         if case == layout or (case in ("r1", "r2") and case in context.recipe.rotate):
             yield sentence
+    if context.recipe.scheme == "w4a4" and not context.recipe.input_scales:
+        yield advice.DYNAMIC
 
 
 def _heads(claims: dict[str, Claim | None], context: Context) -> dict[str, Claim | None]:
@@ -227,7 +224,10 @@ def _jobs(
         for name, one in claims.items()
         for member in members_of(name, one, found[name], reasons, context)
     ]
-    return _with_caches(_group(members), claims, context)
+    jobs = _group(members)
+    if context.recipe.kv_cache == "none" or context.layout is None:
+        return jobs
+    return caches.with_scales(jobs, claims, context.source, context.spec, context.layout)
 
 
 def _group(members: list[tuple[Member, Claim | None]]) -> list[Job]:
@@ -240,42 +240,6 @@ def _group(members: list[tuple[Member, Claim | None]]) -> list[Job]:
         else:
             jobs[key] = Job(_stage(one), (member,))
     return list(jobs.values())
-
-
-# The last part of the names of projections that values come from, alone or with others.
-_VALUES = ("v_proj", "qkv_proj", "query_key_value", "c_attn")
-
-
-def _with_caches(jobs: list[Job], claims: dict[str, Claim | None], context: Context) -> list[Job]:
-    """The jobs, each layer's with one for the scales of its KV cache behind them.
-
-    Raises UnsupportedError where no attention of the usual kind is found.
-    """
-    if context.recipe.kv_cache == "none" or context.layout is None:
-        return jobs
-    found: dict[str, Job] = {}
-    for name, one in claims.items():
-        if one is None or one.part != "weight" or one.layer is None or one.mtp:
-            continue
-        attention, _, last = one.module.rpartition(".")
-        if last in _VALUES:
-            outputs = context.layout.cache_outputs(attention)
-            member = Member(
-                name, attention, context.source.tensors[name], (), "cache", "KV cache", (), outputs
-            )
-            found[_stage(one)] = Job(_stage(one), (member,))
-    if not found:
-        raise UnsupportedError(
-            f"The spec of {context.spec.model_type} names no value projection, so that it cannot "
-            "be said what its KV cache holds: leave out --kv-cache."
-        )
-    last_of = {job.stage: place for place, job in enumerate(jobs)}
-    behind = {last_of[stage]: job for stage, job in found.items()}
-    return [
-        one
-        for place, job in enumerate(jobs)
-        for one in ((job, behind[place]) if place in behind else (job,))
-    ]
 
 
 def _stage(one: Claim | None) -> str:

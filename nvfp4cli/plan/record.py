@@ -20,8 +20,9 @@ from nvfp4cli.rotate.fold import Edit
 
 # quantize: edits, then NVFP4. fp8: edits, then FP8. edit: edits, rounded once to `dtype`. copy: the
 # source's bytes. repack, repack_fp8: a quantised weight from one layout to another. cache: the
-# scales of a KV cache, which come from calibration and no tensor of the source.
-Action = Literal["quantize", "fp8", "edit", "copy", "repack", "repack_fp8", "cache"]
+# scales of a KV cache, which come from calibration and no tensor of the source. recache: those
+# scales from one layout to another.
+Action = Literal["quantize", "fp8", "edit", "copy", "repack", "repack_fp8", "cache", "recache"]
 # That a weight is stored in; source: its own dtype.
 Format = Literal["nvfp4", "fp8", "source"]
 
@@ -173,12 +174,13 @@ class Facts:
 
     model: the name the user gave. rotation: kind, seed and sizes. kept: linear modules that stay in
     the source dtype. presets: why the architecture keeps some of them -> patterns. without_mtp:
-    layers that predict further tokens were left out. activations: input scales are stored. untied:
-    the output head no longer reuses the embedding. copies: stored heads that config.json ties and
-    are left out, each with its embedding. spec_text: the architecture spec used. own_spec: it is
-    one of the tool's and need not be stored. budget: what `bits` has led to. history: what the
-    record of the source says of its making. scalings: inputs whose channels may be scaled, where
-    that is wished. channels: the factors, by `Scaling.name`; None before they are found.
+    layers that predict further tokens were left out. activations: they are quantised too. caches:
+    KV caches are in FP8. untied: the output head no longer reuses the embedding. copies: stored
+    heads that config.json ties and are left out, each with its embedding. spec_text: the
+    architecture spec used. own_spec: it is one of the tool's and need not be stored. budget: what
+    `bits` has led to. history: what the record of the source says of its making. scalings: inputs
+    whose channels may be scaled, where that is wished. channels: the factors, by `Scaling.name`;
+    None before they are found.
     """
 
     model: str
@@ -188,6 +190,7 @@ class Facts:
     untied: bool
     without_mtp: bool
     activations: bool
+    caches: bool
     copies: tuple[tuple[str, str], ...]
     warnings: tuple[str, ...]
     next_step: str  # what to do with the output, {out} or {path!r} standing for its folder

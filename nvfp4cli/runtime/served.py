@@ -1,6 +1,5 @@
 """A written checkpoint as it is served: with the activations that it declares."""
 
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -11,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from nvfp4cli.checkpoint.reader import open_checkpoint
-from nvfp4cli.errors import UnsupportedError, WeightError
+from nvfp4cli.errors import UnsupportedError
 from nvfp4cli.formats.nvfp4 import GlobalScale
 from nvfp4cli.layouts import StoredWeights, open_weights
 from nvfp4cli.models import spec as specs
@@ -80,7 +79,7 @@ def as_served(model: PreTrainedModel, folder: Path, mode: Activations) -> PreTra
     """
     weights = open_weights(open_checkpoint(folder))
     caches = cache_scales(weights)
-    if mode == "none" or not (_in_nvfp4(weights) or _in_fp8(weights) or caches):
+    if mode == "none" or not (_in_nvfp4(weights) or _in_fp8(weights) or weights.dynamic or caches):
         return model
     sites: list[Site] = []
     rounding: dict[str, Callable[[Tensor], Tensor]] = {}
@@ -91,6 +90,9 @@ def as_served(model: PreTrainedModel, folder: Path, mode: Activations) -> PreTra
     for site, multiplier in _largest(weights, model, _in_fp8(weights)):
         sites.append(site)
         rounding[site.name] = activations.static_fp8(multiplier)
+    for site, _ in _largest(weights, model, _dynamic(weights)):
+        sites.append(site)
+        rounding[site.name] = activations.dynamic(rule)
     return Served(model, sites, rounding, caches)
 
 
@@ -98,9 +100,10 @@ def served(folder: Path, mode: Activations) -> str:
     """What `serve` rounds of a checkpoint, for people."""
     weights = open_weights(open_checkpoint(folder))
     found = []
-    if mode != "none" and _in_nvfp4(weights):
+    if mode != "none" and (_in_nvfp4(weights) or weights.dynamic):
         four = ", four-over-six" if mode == "four-over-six" else ""
-        found.append(f"inputs of linear layers to NVFP4 under static scales{four}")
+        kind = "dynamic" if weights.dynamic else "static"
+        found.append(f"inputs of linear layers to NVFP4 under {kind} scales{four}")
     if mode != "none" and _in_fp8(weights):
         found.append("inputs of linear layers in FP8 to FP8 under static scales")
     if mode != "none" and cache_scales(weights):
@@ -111,21 +114,15 @@ def served(folder: Path, mode: Activations) -> str:
 def cache_scales(weights: StoredWeights) -> dict[int, tuple[float, float]]:
     """Scales of keys and values by the number of the layer; none of a layer that lacks one.
 
-    Raises WeightError where one is no usable number.
+    Raises what `StoredWeights.cache_scales` raises.
     """
-    found: dict[int, dict[str, float]] = {}
-    for name in weights.auxiliary:
-        if match := _CACHE_SCALE.search(name):
-            value = weights.checkpoint.read(name).item()
-            if not 0 < value < math.inf:
-                raise WeightError(
-                    f"{name} is {value}, and a scale must be positive: quantise the source again."
-                )
-            found.setdefault(int(match[1]), {})[match[2]] = value
-    return {layer: (one["k"], one["v"]) for layer, one in found.items() if len(one) == 2}
-
-
-_CACHE_SCALE = re.compile(r"\.(\d+)\..*\.([kv])_scale$")
+    found = {}
+    for attention, names in weights.caches.items():
+        number = re.search(r"\.(\d+)\.", attention)
+        if number and len(names) == 2:
+            scales = weights.cache_scales(attention)
+            found[int(number[1])] = scales.key, scales.value
+    return found
 
 
 def _in_nvfp4(weights: StoredWeights) -> dict[str, float]:
@@ -133,6 +130,11 @@ def _in_nvfp4(weights: StoredWeights) -> dict[str, float]:
     if not weights.activations:
         return {}
     return {name: weights.input_scale(name).multiplier for name in weights.quantized}
+
+
+def _dynamic(weights: StoredWeights) -> dict[str, float]:
+    """Modules whose inputs are rounded to NVFP4 under scales of their own; any number."""
+    return dict.fromkeys(weights.quantized if weights.dynamic else (), 0.0)
 
 
 def _in_fp8(weights: StoredWeights) -> dict[str, float]:

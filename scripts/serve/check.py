@@ -67,6 +67,10 @@ CASES = (
     Case("transformers", "torchao", "phi3", stored="float32"),
     Case("transformers", "torchao", "gemma", stored="float32"),
     Case("transformers", "torchao", SMOLLM2, stored="float32"),
+    # Where an activation lies within fp32's noise of two codes, both are right and the logits part
+    # by more than the tolerance, as those of the tiny llama and phi3 do; here none does.
+    Case("transformers", "torchao", "qwen3", stored="float32", scheme="w4a4"),
+    Case("transformers", "torchao", "gemma", stored="float32", scheme="w4a4"),
     Case("transformers", "compressed-tensors", "qwen2", rotate="r1r2", decoded="bfloat16"),
     Case("transformers", "compressed-tensors", SMOLLM2, decoded="bfloat16"),
     Case("transformers", "compressed-tensors", "qwen3", decoded="bfloat16"),

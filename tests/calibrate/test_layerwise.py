@@ -30,7 +30,7 @@ def walk(
     config = json.loads((folder / "config.json").read_text())
     tensors = {name: partial(source.read, name) for name in source.tensors}
     parts = Parts(config, tensors, dtype=torch.float32, device="cpu")
-    manner = Manner(both=both, static=static, remembered=remembered, moments=1 << 30)
+    manner = Manner(both=both, rounded=static, remembered=remembered, moments=1 << 30)
     return Walk(parts, specs.load(config["model_type"]), BATCHES, 1, manner)
 
 

@@ -198,14 +198,6 @@ def test_torchao_cannot_hold_input_scales(w4a4, tmp_path, capsys):
     assert not (tmp_path / "out").exists()
 
 
-def test_cache_scales_are_not_dropped_silently(w4a4, tmp_path, capsys):
-    tensors = load_file(w4a4 / "model.safetensors")
-    tensors["model.layers.0.self_attn.k_scale"] = torch.ones(1)
-    save_file(tensors, w4a4 / "model.safetensors", metadata={"format": "pt"})
-    message = refused(capsys, w4a4, tmp_path / "out", "--layout", "modelopt")
-    assert "model.layers.0.self_attn.k_scale" in message
-
-
 def test_a_missing_input_scale_is_named(w4a4, tmp_path, capsys):
     tensors = load_file(w4a4 / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.input_global_scale"]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from nvfp4cli.errors import UnsupportedError
+from nvfp4cli.errors import CheckpointError, UnsupportedError
 from nvfp4cli.formats import swizzle
 from nvfp4cli.formats.nvfp4 import GlobalScale, Quantized, amax, quantize
 from nvfp4cli.layouts import LAYOUTS
@@ -183,6 +183,26 @@ def test_torchao_header_describes_every_tensor_under_its_source_name() -> None:
     assert described == {"a.weight": weight, "b.weight": weight, "norm.weight": plain}
 
 
+def test_torchao_describes_dynamic_activations() -> None:
+    """As torchao 0.18 flattens what NVFP4DynamicActivationNVFP4WeightConfig makes."""
+    layout = LAYOUTS["torchao"]
+    metadata = layout.header_metadata({"m": (16, 16)}, ["n.weight"], torch.bfloat16, True)
+    assert json.loads(metadata["m.weight"])["_data"]["act_quant_kwargs"] == {
+        "_type": "QuantizeTensorToNVFP4Kwargs",
+        "_data": {
+            "block_size": 16,
+            "is_swizzled_scales": True,
+            "use_triton_kernel": False,
+            "use_dynamic_per_tensor_scale": True,
+        },
+    }
+    assert layout.dynamic(metadata)
+    assert not layout.dynamic(layout.header_metadata({"m": (16, 16)}, [], torch.bfloat16))
+    assert not layout.dynamic({"format": "pt"})
+    with pytest.raises(CheckpointError, match="is damaged"):
+        layout.dynamic({"m.weight": "{"})
+
+
 def test_headers_of_linear_layouts_say_nothing_more() -> None:
     for name in ("compressed-tensors", "modelopt"):
         assert LAYOUTS[name].header_metadata({"m": (16, 16)}, [], torch.bfloat16) == {}
@@ -194,6 +214,11 @@ CONFIGS = {
     ("torchao", False): """{"quant_method":"torchao","quant_type":{"default":{
         "_type":"NVFP4WeightOnlyConfig","_version":1,"_data":{"use_dynamic_per_tensor_scale":true}
         }},"modules_to_not_convert":["lm_head","model.layers.0.mlp.gate"],
+        "include_input_output_embeddings":false,"untie_embedding_weights":false}""",
+    ("torchao", True): """{"quant_method":"torchao","quant_type":{"default":{
+        "_type":"NVFP4DynamicActivationNVFP4WeightConfig","_version":1,"_data":{
+        "use_dynamic_per_tensor_scale":true,"use_triton_kernel":false}}},
+        "modules_to_not_convert":["lm_head","model.layers.0.mlp.gate"],
         "include_input_output_embeddings":false,"untie_embedding_weights":false}""",
     ("comfy", False): "null",
     ("comfy", True): "null",
