@@ -17,8 +17,9 @@ ROTATIONS = ("none", "r1", "r2", "r1r2")
 ROTATION_KINDS = ("hadamard", "block-16", "block-32", "block-64", "block-128", "qr")
 DTYPES = ("source", "bfloat16", "float16", "float32")
 MTP = ("keep", "drop")
-METHODS = ("rtn", "four-over-six", "mse", "gptq")
+METHODS = ("rtn", "four-over-six", "mse", "gptq", "svd")
 SCALES = ("rtn", "four-over-six", "mse")
+COMPENSATED = ("gptq", "svd")  # methods that make errors good by what a text shows
 KV_CACHES = ("none", "fp8")
 RANDOM_TEXT = "random"
 
@@ -34,8 +35,8 @@ _CHOICES = {
     "kv_cache": KV_CACHES,
 }
 # Whole numbers -> the least and the largest that makes sense.
-_COUNTS = {"sequences": (2, 2**20), "sequence_length": (16, 2**20), "keep_first": (0, 2**20),
-           "keep_last": (0, 2**20)}  # fmt: skip
+_COUNTS = {"rank": (1, 1024), "sequences": (2, 2**20), "sequence_length": (16, 2**20),
+           "keep_first": (0, 2**20), "keep_last": (0, 2**20)}  # fmt: skip
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SEEDS = 2**64  # what readers of the record in other languages hold
 
@@ -46,8 +47,9 @@ class Recipe:
 
     scheme: w4a16 (NVFP4 weights), w4a4 (activations too, with static global scales) or none (folds
     only). method: how codes are chosen: to nearest (rtn, four-over-six, mse), or with errors made
-    good by what calibration text shows (gptq). scales: how the scale of a block is chosen under
-    gptq. kv_cache: the format that engines keep keys and values in, with scales from calibration.
+    good by what calibration text shows (gptq), or so and beside a branch of low rank in bf16 (svd),
+    of which rank is the rank. scales: how the scale of a block is chosen under gptq and svd.
+    kv_cache: the format that engines keep keys and values in, with scales from calibration.
     text: file of the calibration text, of which the first `sequences` of `sequence_length` tokens
     are used, or "random", for tokens drawn from `seed`; None: a text that comes with the tool.
     keep_first, keep_last: decoder layers at the ends that stay in the source dtype. layout: on-disk
@@ -63,6 +65,7 @@ class Recipe:
     scheme: str = "w4a16"
     method: str = "rtn"
     scales: str = "mse"
+    rank: int = 32
     kv_cache: str = "none"
     text: str | None = None
     sequences: int = 128
@@ -91,12 +94,12 @@ class Recipe:
             return False
         weighed = self.method == "mse" and self.text is not None
         scaled = self.scheme == "w4a4" or self.kv_cache != "none"
-        return weighed or scaled or self.method == "gptq"
+        return weighed or scaled or self.method in COMPENSATED
 
     @property
     def block_scales(self) -> str:
         """How the scale of a block is chosen: rtn, four-over-six or mse."""
-        return self.scales if self.method == "gptq" else self.method
+        return self.scales if self.method in COMPENSATED else self.method
 
     @property
     def max_shard_bytes(self) -> int:

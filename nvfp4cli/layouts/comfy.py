@@ -22,6 +22,7 @@ NAME = "comfy"
 SWIZZLED = True
 SINGLE_FILE = True
 INPUT_SCALES = True
+BRANCHES = False
 SERVE = "Use: copy {out}/model.safetensors to ComfyUI/models/text_encoders"
 
 _MARKER = b'{"format": "nvfp4"}'

@@ -20,6 +20,7 @@ NAME = "compressed-tensors"
 SWIZZLED = False
 SINGLE_FILE = False
 INPUT_SCALES = True
+BRANCHES = False
 SERVE = "Serve: vllm serve {out}"
 
 _FORMAT = "nvfp4-pack-quantized"

@@ -12,12 +12,14 @@ from torch import Tensor
 from nvfp4cli.checkpoint.reader import Checkpoint
 from nvfp4cli.checkpoint.writer import Output
 from nvfp4cli.formats.nvfp4 import BLOCK, GlobalScale, Quantized
+from nvfp4cli.layouts import branch
 from nvfp4cli.layouts.record import CacheScales, Contents, Read, Shape, Stored, scalar
 
 NAME = "modelopt"
 SWIZZLED = False
 SINGLE_FILE = False
 INPUT_SCALES = True
+BRANCHES = True
 SERVE = "Serve: vllm serve {out}"
 
 # Engines read "modelopt" as the producer of the convention, not of the file.
@@ -48,6 +50,8 @@ def export(module: str, stored: Stored) -> dict[str, Tensor]:
     }
     if stored.input_scale is not None:
         found[f"{module}.input_scale"] = scalar(stored.input_scale.multiplier, ())
+    if stored.branch is not None:
+        found |= branch.export(module, stored.branch)
     return found
 
 
@@ -109,16 +113,12 @@ def header_metadata(
 
 def quantization_config(contents: Contents) -> dict[str, Any]:
     """The form inlined in config.json (modelopt/torch/export/convert_hf_config.py)."""
-    values = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK}
-    group: dict[str, Any] = {"weights": values, "targets": ["Linear"]}
-    if contents.activations:
-        group["input_activations"] = values
     caches = {"kv_cache_scheme": _CACHE} if contents.caches else {}
     return {
         "quant_method": "modelopt",
         "quant_algo": _algorithm(contents),
         "ignore": sorted(contents.kept),
-        "config_groups": {"group_0": group},
+        "config_groups": _groups(contents),
         "producer": _PRODUCER,
         **caches,
     }
@@ -126,14 +126,28 @@ def quantization_config(contents: Contents) -> dict[str, Any]:
 
 def extra_files(contents: Contents) -> dict[str, dict[str, Any]]:
     """hf_quant_config.json, which TensorRT-LLM and older engines read."""
-    quantization = {
+    quantization: dict[str, Any] = {
         "quant_algo": _algorithm(contents),
         "kv_cache_quant_algo": "FP8" if contents.caches else None,
         "group_size": BLOCK,
         "exclude_modules": sorted(contents.kept),
     }
+    if contents.rank is not None:  # the name of the algorithm leaves open what activations are
+        quantization |= {"lora_rank": contents.rank, "config_groups": _groups(contents)}
     return {"hf_quant_config.json": {"producer": _PRODUCER, "quantization": quantization}}
 
 
+def _groups(contents: Contents) -> dict[str, Any]:
+    values = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK}
+    group: dict[str, Any] = {"weights": values, "targets": ["Linear"]}
+    if contents.activations:
+        group["input_activations"] = values
+    if contents.rank is not None:
+        group |= {"pre_quant_scale": False, "lora_rank": contents.rank}
+    return {"group_0": group}
+
+
 def _algorithm(contents: Contents) -> str:
+    if contents.rank is not None:
+        return "NVFP4_SVD"
     return "NVFP4" if contents.activations else "W4A16_NVFP4"

@@ -21,6 +21,7 @@ NAME = "torchao"
 SWIZZLED = True
 SINGLE_FILE = False
 INPUT_SCALES = False  # transformers' loader does not know the name of the activation scale
+BRANCHES = False
 SERVE = "Serve: vllm serve {out}"
 
 _QDATA = "._weight_qdata"

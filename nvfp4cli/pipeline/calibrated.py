@@ -18,11 +18,13 @@ from nvfp4cli.calibrate.moments import Seen
 from nvfp4cli.calibrate.statistics import Inputs, Statistics
 from nvfp4cli.calibrate.text import Sequences
 from nvfp4cli.errors import UnsupportedError, WeightError
+from nvfp4cli.formats.low_rank import LowRank
 from nvfp4cli.formats.nvfp4 import GlobalScale
 from nvfp4cli.layouts.record import CacheScales, Stored
 from nvfp4cli.pipeline import compute
 from nvfp4cli.pipeline.compute import Result
 from nvfp4cli.plan.record import Job, Member, Plan
+from nvfp4cli.recipe import COMPENSATED
 from nvfp4cli.rotate import fold
 from nvfp4cli.runtime import activations
 from nvfp4cli.runtime.cache import Observed
@@ -58,7 +60,7 @@ class Layers:
         recipe = plan.recipe
         memory = _memory(device)
         manner = Manner(
-            both=recipe.method == "gptq",
+            both=recipe.method in COMPENSATED,
             static=recipe.scheme == "w4a4",
             remembered=memory // 3,
             moments=memory // 3,
@@ -94,7 +96,7 @@ class Layers:
         def choose(group: Group, weights: list[Tensor], seen: Seen) -> list[Tensor]:
             stored, warnings = self._quantized(jobs[places[group]], weights, seen)
             found[places[group]] = [on_host(one) for one in stored], warnings
-            return [kernels.dequantize(one.weight, torch.float32) for one in stored]
+            return [one.whole(kernels.dequantize(one.weight, torch.float32)) for one in stored]
 
         if number is not None and number < self._layers:
             cache = Observed() if caches else None
@@ -161,7 +163,8 @@ def on_host(stored: Stored) -> Stored:
     """The same in the memory that files are written from."""
     weight = stored.weight
     host = replace(weight, packed=weight.packed.cpu(), block_scale=weight.block_scale.cpu())
-    return replace(stored, weight=host)
+    branch = stored.branch and LowRank(stored.branch.down.cpu(), stored.branch.up.cpu())
+    return replace(stored, weight=host, branch=branch)
 
 
 def folded(plan: Plan) -> Tensors:

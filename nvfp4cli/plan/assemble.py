@@ -33,7 +33,7 @@ def assemble(
     members = [member for job in jobs for member in job.members]
     quantized = [m.module for m in members if m.action in ("quantize", "repack")]
     caches = any(m.action == "cache" for m in members)
-    contents = Contents(quantized, facts.kept, facts.activations, caches)
+    contents = Contents(quantized, facts.kept, facts.activations, caches, facts.rank)
 
     dtype = _original_dtype(members, recipe, config)
 

@@ -19,7 +19,7 @@ from nvfp4cli.models.claims import Claim, as_written, claim
 from nvfp4cli.models.pieces import Piece, matrix_shape, pieces, transposed
 from nvfp4cli.models.sizes import Sizes
 from nvfp4cli.models.spec import ArchSpec
-from nvfp4cli.plan import advice, selection, shapes
+from nvfp4cli.plan import advice, branches, selection, shapes
 from nvfp4cli.plan.assemble import assemble
 from nvfp4cli.plan.record import Action, Facts, Job, Member, Plan
 from nvfp4cli.recipe import Recipe
@@ -53,7 +53,8 @@ class _Context:
     def outputs(self, module: str, shape: tuple[int, ...]) -> tuple[Output, ...]:
         """What is written of a quantised matrix [out, in]."""
         assert self.layout is not None
-        return self.layout.outputs(module, (shape[0], shape[1]), self.recipe.scheme == "w4a4")
+        found = self.layout.outputs(module, (shape[0], shape[1]), self.recipe.scheme == "w4a4")
+        return found + branches.outputs(module, shape, self.recipe)
 
     @property
     def tied(self) -> bool:
@@ -98,6 +99,7 @@ def plan_quantize(
         for member in _members(name, one, found[name], chosen.reasons, context)
     ]
     jobs = _with_caches(_group(members), claims, context)
+    branches.check_sizes(jobs, recipe)
     notes += chosen.notes
     if strict and notes:
         raise RecipeError(notes[0])
@@ -110,6 +112,7 @@ def plan_quantize(
         untied=context.unties,
         without_mtp=recipe.mtp == "drop",
         activations=recipe.scheme == "w4a4",
+        rank=branches.rank(recipe),
         warnings=(
             *_already_quantized(context),
             *_of_engines(context),
@@ -118,7 +121,7 @@ def plan_quantize(
             *chosen.warnings,
             *advice.warnings(jobs, context.layout),
         ),
-        next_step=advice.next_step(jobs, context.layout),
+        next_step=advice.next_step(jobs, context.layout, branches.rank(recipe)),
         spec_text=arch_spec.read_text(encoding="utf-8") if arch_spec else "",
         own_spec=arch_spec is not None and arch_spec.parent == specs.SPECS,
     )
@@ -147,6 +150,7 @@ def _context(
     sizes = shapes.sizes(spec, language)
     rotations = Rotations.of(recipe.rotate, recipe.rotation_kind, recipe.seed, spec, sizes)
     layout = None if recipe.scheme == "none" else LAYOUTS[recipe.layout]
+    branches.check_layout(recipe, layout)
     return _Context(source, language, recipe, spec, sizes, rotations, layout), arch_spec
 
 

@@ -108,10 +108,10 @@ class Facts:
 
     model: the name the user gave. rotation: kind, seed and sizes. kept: linear modules that stay in
     the source dtype. presets: why the architecture keeps some of them -> patterns. without_mtp:
-    layers that predict further tokens were left out. activations: input scales are stored. untied:
-    the output head no longer reuses the embedding. copies: stored heads that config.json ties and
-    are left out, each with its embedding. spec_text: the architecture spec used. own_spec: it is
-    one of the tool's and need not be stored.
+    layers that predict further tokens were left out. activations: input scales are stored. rank: of
+    low-rank branches, None without. untied: the output head no longer reuses the embedding. copies:
+    stored heads that config.json ties and are left out, each with its embedding. spec_text: the
+    architecture spec used. own_spec: it is one of the tool's and need not be stored.
     """
 
     model: str
@@ -121,6 +121,7 @@ class Facts:
     untied: bool
     without_mtp: bool
     activations: bool
+    rank: int | None
     copies: tuple[tuple[str, str], ...]
     warnings: tuple[str, ...]
     next_step: str  # what to do with the output, {out} or {path!r} standing for its folder

@@ -1,0 +1,56 @@
+"""Low-rank branches beside quantised weights: whether a run can write them, and their tensors."""
+
+from nvfp4cli.checkpoint.writer import Output
+from nvfp4cli.errors import RecipeError, UnsupportedError
+from nvfp4cli.layouts import LAYOUTS, branch
+from nvfp4cli.layouts.record import Layout
+from nvfp4cli.plan.record import Job
+from nvfp4cli.recipe import Recipe
+
+
+def rank(recipe: Recipe) -> int | None:
+    """Of the branch beside every quantised matrix, None where a run adds none."""
+    return recipe.rank if recipe.scheme != "none" and recipe.method == "svd" else None
+
+
+def outputs(module: str, shape: tuple[int, ...], recipe: Recipe) -> tuple[Output, ...]:
+    """What is written of a matrix [out, in] beside its codes and scales."""
+    wanted = rank(recipe)
+    return () if wanted is None else branch.outputs(module, (shape[0], shape[1]), wanted)
+
+
+def check_layout(recipe: Recipe, layout: Layout | None) -> None:
+    """Raise UnsupportedError where the layout, or this tool for the scheme, has no branches."""
+    if rank(recipe) is None or layout is None:
+        return
+    if not layout.BRANCHES:
+        holders = " or ".join(name for name, other in LAYOUTS.items() if other.BRANCHES)
+        raise UnsupportedError(
+            f"The {layout.NAME} layout cannot hold the low-rank branches of SVDQuant: use --layout "
+            f"{holders}, or another --method."
+        )
+    if recipe.scheme == "w4a4":
+        raise UnsupportedError(
+            "--method svd is written for weights alone, since its branches read activations that "
+            "are not rounded: use --scheme w4a16, or --method gptq."
+        )
+
+
+def check_sizes(jobs: list[Job], recipe: Recipe) -> None:
+    """Raise RecipeError for matrices that have no branch of the recipe's rank.
+
+    Members of a group count as one matrix, since they share the first half of their branch.
+    """
+    wanted = rank(recipe)
+    if wanted is None:
+        return
+    for job in jobs:
+        first = job.members[0]
+        if first.action != "quantize":
+            continue
+        size = min(sum(member.shape[0] for member in job.members), first.shape[1])
+        if size < wanted:
+            raise RecipeError(
+                f"{first.fused or first.module} has no branch of rank {wanted}, since the smaller "
+                f"side of its matrix is {size}: lower --rank, or keep it with --ignore."
+            )
