@@ -21,6 +21,7 @@ from nvfp4cli.plan.quantize import plan_quantize
 from nvfp4cli.plan.record import Plan
 from nvfp4cli.recipe import Recipe
 from nvfp4cli.runtime.model import load
+from nvfp4cli.runtime.served import as_served, serve
 
 WORDS = "The harbour lay still under a thin grey mist when the first boats came home. "
 SVD = ("--layout", "modelopt", "--method", "svd", "--rank", "8")
@@ -52,16 +53,36 @@ def kl(out: Path, source: Path, text: str, capsys: pytest.CaptureFixture[str]) -
     return json.loads(capsys.readouterr().out)["kl_divergence"]
 
 
-@pytest.mark.parametrize("model_type", ["llama", "mixtral", "gpt2"])
-def test_branches_bring_the_model_nearer(tiny_model, tmp_path, text, capsys, model_type):
+@pytest.mark.parametrize(
+    ("model_type", "scheme"),
+    [("llama", "w4a16"), ("mixtral", "w4a16"), ("gpt2", "w4a16"), ("llama", "w4a4"),
+     ("mixtral", "w4a4"), ("gpt2", "w4a4")],
+)  # fmt: skip
+def test_branches_bring_the_model_nearer(tiny_model, tmp_path, text, capsys, model_type, scheme):
     """Dense, with experts, and with weights that lie the other way round in the source."""
     source = tiny_model(model_type)
-    written(source, tmp_path / "svd", *SVD, "--text", text, *SHORT)
-    gptq = ("--layout", "modelopt", "--method", "gptq", "--text", text, *SHORT)
-    written(source, tmp_path / "gptq", *gptq)
+    same = ("--scheme", scheme, "--text", text, *SHORT)
+    written(source, tmp_path / "svd", *SVD, *same)
+    written(source, tmp_path / "gptq", "--layout", "modelopt", "--method", "gptq", *same)
     found = {name: kl(tmp_path / name, source, text, capsys) for name in ("svd", "gptq")}
     assert found["svd"] < 0.9 * found["gptq"]
     assert main(["inspect", str(tmp_path / "svd"), "--strict", "--against", str(source)]) == 0
+
+
+def test_branches_read_activations_that_are_not_rounded(llama, tmp_path, text):
+    """A model whose branches are all there is computes as it does without 4-bit activations."""
+    out = tmp_path / "out"
+    written(llama, out, *SVD, "--scheme", "w4a4", "--text", text, *SHORT)
+    tensors = load_file(out / "model.safetensors")
+    for name in tensors:
+        if tensors[name].dtype == torch.uint8:
+            tensors[name].zero_()
+    save_file(tensors, out / "model.safetensors", metadata={"format": "pt"})
+    rounded, whole = (
+        serve(out, mode, dtype=torch.float32, device="cpu")(input_ids=sequences().tokens).logits
+        for mode in ("declared", "none")
+    )
+    torch.testing.assert_close(rounded, whole, rtol=0, atol=1e-4 * whole.abs().max().item())
 
 
 def test_a_group_shares_the_first_half(llama, tmp_path, text, capsys):
@@ -103,7 +124,7 @@ def sequences() -> Sequences:
 
 
 def inputs(folder: Path, tokens: Tensor) -> dict[str, float]:
-    """The largest magnitude of the inputs of every linear layer."""
+    """The largest magnitude of the inputs of every linear layer of the model as it is served."""
     model = load(folder, dtype=torch.float32, device="cpu")
     found: dict[str, float] = {}
     for name, module in model.named_modules():
@@ -112,15 +133,16 @@ def inputs(folder: Path, tokens: Tensor) -> dict[str, float]:
                 lambda _, args, name=name: found.__setitem__(name, args[0].abs().max().item())
             )
     with torch.no_grad():
-        model(input_ids=tokens, use_cache=False)
+        as_served(model, folder, "declared")(input_ids=tokens, use_cache=False)
     return found
 
 
-def test_later_matrices_are_calibrated_with_the_branches_of_earlier_ones(llama, tmp_path):
+@pytest.mark.parametrize("scheme", ["w4a16", "w4a4"])
+def test_later_matrices_are_calibrated_with_the_branches_of_earlier_ones(llama, tmp_path, scheme):
     """The inputs that calibration has seen are those of the written model."""
     shown, out = sequences(), tmp_path / "out"
-    list(pipeline.run(plan(llama), out, shown=shown))
-    measuring = pipeline.measure(plan(llama), shown, "cpu")
+    list(pipeline.run(plan(llama, scheme=scheme), out, shown=shown))
+    measuring = pipeline.measure(plan(llama, scheme=scheme), shown, "cpu")
     statistics: Statistics | None = None
     while statistics is None:
         try:
@@ -165,7 +187,6 @@ def test_a_matrix_of_zeros_has_a_branch_of_zeros(llama, tmp_path, text):
         (("--layout", "torchao"), "The torchao layout cannot hold the low-rank branches"),
         (("--layout", "compressed-tensors"), "use --layout modelopt, or another --method"),
         (("--rank", "65"), "qkv_proj has no branch of rank 65, since the smaller side of its"),
-        (("--scheme", "w4a4"), "--method svd is written for weights alone"),
         (("--stats", "stats"), "svd needs the text itself: leave it out"),
         (("--method", "gptq", "--strict"), "--rank does nothing with --method gptq: leave it out"),
     ],

@@ -15,6 +15,7 @@ from nvfp4cli.checkpoint.reader import Checkpoint, TensorInfo
 from nvfp4cli.checkpoint.writer import Output
 from nvfp4cli.errors import CheckpointError, WeightError
 from nvfp4cli.formats import e4m3
+from nvfp4cli.formats.low_rank import LowRank
 from nvfp4cli.formats.nvfp4 import GlobalScale, dequantize
 from nvfp4cli.layouts import branch, comfy, compressed_tensors, modelopt, torchao
 from nvfp4cli.layouts.record import Layout, Shape, Stored
@@ -122,14 +123,22 @@ class StoredWeights:
         for part in parts:
             if part.dtype == torch.float8_e4m3fn:
                 self._check_block_scales(part.name, stored.weight.block_scale)
-        if module not in self.ranks:
-            return stored
-        added = branch.load(module, self.checkpoint.read)
-        if not added.finite:
+        return replace(stored, branch=self.branch(module)) if module in self.ranks else stored
+
+    def branch(self, module: str) -> LowRank:
+        """The low-rank branch of a module that has one.
+
+        Raises CheckpointError where a half is missing or misshapen, WeightError where one is not
+        finite.
+        """
+        for part in branch.outputs(module, self.quantized[module], self.ranks[module]):
+            self._check_part(part)
+        found = branch.load(module, self.checkpoint.read)
+        if not found.finite:
             raise WeightError(
                 f"The low-rank branch of {module} holds NaN or Inf: quantise the source again."
             )
-        return replace(stored, branch=added)
+        return found
 
     def input_scale(self, module: str) -> GlobalScale:
         """The static activation scale of a quantised module of a W4A4 checkpoint.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from nvfp4cli import kernels
-from nvfp4cli.calibrate.layerwise import Group, Manner, Walk
+from nvfp4cli.calibrate.layerwise import Group, Manner, Split, Walk
 from nvfp4cli.calibrate.moments import Seen
 from nvfp4cli.calibrate.statistics import Inputs, Statistics
 from nvfp4cli.calibrate.text import Sequences
@@ -93,10 +93,10 @@ class Layers:
         }
         found: dict[int, tuple[list[Result], list[str]]] = {}
 
-        def choose(group: Group, weights: list[Tensor], seen: Seen) -> list[Tensor]:
+        def choose(group: Group, weights: list[Tensor], seen: Seen) -> list[Tensor | Split]:
             stored, warnings = self._quantized(jobs[places[group]], weights, seen)
             found[places[group]] = [on_host(one) for one in stored], warnings
-            return [one.whole(kernels.dequantize(one.weight, torch.float32)) for one in stored]
+            return [_served(one) for one in stored]
 
         if number is not None and number < self._layers:
             cache = Observed() if caches else None
@@ -143,6 +143,15 @@ def _tensor_cores() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+def _served(stored: Stored) -> Tensor | Split:
+    """What a layer computes with in the place of a matrix."""
+    weight = kernels.dequantize(stored.weight, torch.float32)
+    if stored.branch is None:
+        return weight
+    branch = stored.branch.product()
+    return Split(weight + branch, branch)
 
 
 def _activation(group: Group, amax: float) -> Callable[[Tensor], Tensor]:

@@ -20,19 +20,12 @@ def outputs(module: str, shape: tuple[int, ...], recipe: Recipe) -> tuple[Output
 
 
 def check_layout(recipe: Recipe, layout: Layout | None) -> None:
-    """Raise UnsupportedError where the layout, or this tool for the scheme, has no branches."""
-    if rank(recipe) is None or layout is None:
-        return
-    if not layout.BRANCHES:
+    """Raise UnsupportedError where the layout cannot hold the branches of a run."""
+    if rank(recipe) is not None and layout is not None and not layout.BRANCHES:
         holders = " or ".join(name for name, other in LAYOUTS.items() if other.BRANCHES)
         raise UnsupportedError(
             f"The {layout.NAME} layout cannot hold the low-rank branches of SVDQuant: use --layout "
             f"{holders}, or another --method."
-        )
-    if recipe.scheme == "w4a4":
-        raise UnsupportedError(
-            "--method svd is written for weights alone, since its branches read activations that "
-            "are not rounded: use --scheme w4a16, or --method gptq."
         )
 
 

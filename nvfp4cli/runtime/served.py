@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +18,7 @@ from nvfp4cli.models import spec as specs
 from nvfp4cli.runtime import activations
 from nvfp4cli.runtime.cache import Fp8, parameter
 from nvfp4cli.runtime.linears import Linears, Site
-from nvfp4cli.runtime.matrices import of_model
+from nvfp4cli.runtime.matrices import Matrix, of_model, placed
 from nvfp4cli.runtime.model import load
 
 # none: activations stay as they are computed. four-over-six: see `activations.Rule`.
@@ -98,7 +98,8 @@ def served(folder: Path, mode: Activations) -> str:
     found = []
     if mode != "none" and weights.activations:
         four = ", four-over-six" if mode == "four-over-six" else ""
-        found.append(f"inputs of linear layers to NVFP4 under static scales{four}")
+        spared = ", not those of low-rank branches" if weights.ranks else ""
+        found.append(f"inputs of linear layers to NVFP4 under static scales{four}{spared}")
     if mode != "none" and cache_scales(weights):
         found.append("keys and values to FP8")
     return " and ".join(found) or "none"
@@ -124,8 +125,11 @@ def cache_scales(weights: StoredWeights) -> dict[int, tuple[float, float]]:
 _CACHE_SCALE = re.compile(r"\.(\d+)\..*\.([kv])_scale$")
 
 
-def _scales(weights: StoredWeights, model: PreTrainedModel) -> Iterable[tuple[Site, GlobalScale]]:
-    """Where a model multiplies by quantised weights, and the input scale there."""
+def _scales(weights: StoredWeights, model: PreTrainedModel) -> Iterator[tuple[Site, GlobalScale]]:
+    """Where a model multiplies by quantised weights, and the input scale there.
+
+    Low-rank branches are held beside the weights in the form of these, not as two thin matrices.
+    """
     checkpoint = weights.checkpoint
     path = specs.beside(checkpoint.folder, checkpoint.config.get("model_type"))
     if path is None:
@@ -134,10 +138,13 @@ def _scales(weights: StoredWeights, model: PreTrainedModel) -> Iterable[tuple[Si
             "be rounded: measure the weights alone with --activations none."
         )
     spec = specs.load_for(checkpoint.config, weights.names, path)
-    found: dict[int, tuple[Site, GlobalScale]] = {}
-    for name, one in of_model(spec, weights.quantized, model).items():
-        scale, place = weights.input_scale(name), one.operand.data_ptr()
+    together: dict[int, list[Matrix]] = {}
+    for one in of_model(spec, weights.quantized, model).values():
+        together.setdefault(one.operand.data_ptr(), []).append(one)
+    for own in together.values():
         # Matrices with one operand have one input, and engines take the larger scale of them.
-        if place not in found or found[place][1].multiplier < scale.multiplier:
-            found[place] = Site(name, one.operand), scale
-    return found.values()
+        scales = (weights.input_scale(one.name) for one in own)
+        scale = max(scales, key=lambda scale: scale.multiplier)
+        branched = [one for one in own if one.name in weights.ranks]
+        branch = placed((one, weights.branch(one.name).product()) for one in branched)
+        yield Site(own[0].name, own[0].operand, branch), scale
