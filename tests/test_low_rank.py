@@ -37,7 +37,7 @@ def llama(tiny_model: Callable[..., Path]) -> Path:
 @pytest.fixture
 def text(tmp_path: Path) -> str:
     path = tmp_path / "text.txt"
-    path.write_text(WORDS * 40, encoding="utf-8")
+    path.write_text(WORDS * 12, encoding="utf-8")
     return str(path)
 
 
@@ -53,13 +53,9 @@ def kl(out: Path, source: Path, text: str, capsys: pytest.CaptureFixture[str]) -
     return json.loads(capsys.readouterr().out)["kl_divergence"]
 
 
-@pytest.mark.parametrize(
-    ("model_type", "scheme"),
-    [("llama", "w4a16"), ("mixtral", "w4a16"), ("gpt2", "w4a16"), ("llama", "w4a4"),
-     ("mixtral", "w4a4"), ("gpt2", "w4a4")],
-)  # fmt: skip
+@pytest.mark.parametrize(("model_type", "scheme"), [("gpt2", "w4a16"), ("mixtral", "w4a4")])
 def test_branches_bring_the_model_nearer(tiny_model, tmp_path, text, capsys, model_type, scheme):
-    """Dense, with experts, and with weights that lie the other way round in the source."""
+    """Also of weights that lie the other way round in the source, and of experts."""
     source = tiny_model(model_type)
     same = ("--scheme", scheme, "--text", text, *SHORT)
     written(source, tmp_path / "svd", *SVD, *same)

@@ -82,7 +82,7 @@ def test_an_input_can_be_exchanged(tiny_model: Callable[..., Path], model_type: 
     assert torch.equal(model(input_ids=TOKENS, use_cache=False).logits, without)
 
 
-@pytest.mark.parametrize("model_type", TYPES)
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral", "gpt_oss", "llama4_text"])
 @torch.no_grad()
 def test_a_branch_reads_what_was_not_exchanged(
     tiny_model: Callable[..., Path], model_type: str
