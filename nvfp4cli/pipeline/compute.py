@@ -97,6 +97,8 @@ def calibrated(
         matrix = _refitted(matrix, seen)
     rounding = partial(_encoded, recipe=recipe, tokens=seen.whole.tokens)
     if recipe.method == "svd":
+        # Fitted to inputs as the codes read them. The branch reads them before they are rounded,
+        # and so leaves its share of that noise out of the outputs.
         q, branch = svd.decompose(matrix, seen.whole.hessian, recipe.rank, rounding)
         group = Stored(q, input_scale, branch)
     else:
