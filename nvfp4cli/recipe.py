@@ -17,8 +17,10 @@ ROTATIONS = ("none", "r1", "r2", "r1r2")
 ROTATION_KINDS = ("hadamard", "block-16", "block-32", "block-64", "block-128", "qr")
 DTYPES = ("source", "bfloat16", "float16", "float32")
 MTP = ("keep", "drop")
-METHODS = ("rtn", "four-over-six", "mse", "gptq", "awq")
+METHODS = ("rtn", "four-over-six", "mse", "gptq", "awq", "svd")
 SCALES = ("rtn", "four-over-six", "mse")
+COMPENSATED = ("gptq", "svd")  # methods that make errors good by what a text shows
+SEARCHED = (*COMPENSATED, "awq")  # those whose block scales are a choice of their own
 KV_CACHES = ("none", "fp8")
 RANDOM_TEXT = "random"
 
@@ -37,8 +39,8 @@ _CHOICES = {
     "kv_cache": KV_CACHES,
 }
 # Whole numbers -> the least and the largest that makes sense.
-_COUNTS = {"sequences": (2, 2**20), "sequence_length": (16, 2**20), "keep_first": (0, 2**20),
-           "keep_last": (0, 2**20), "keep_worst": (0, 2**20)}  # fmt: skip
+_COUNTS = {"rank": (1, 1024), "sequences": (2, 2**20), "sequence_length": (16, 2**20),
+           "keep_first": (0, 2**20), "keep_last": (0, 2**20), "keep_worst": (0, 2**20)}  # fmt: skip
 _BITS = (4.5, 16)
 _UNITS = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
 _SEEDS = 2**64  # what readers of the record in other languages hold
@@ -50,10 +52,11 @@ class Recipe:
 
     scheme: w4a16 (NVFP4 weights), w4a4 (activations too, with static global scales or, in the
     layout torchao, dynamic ones) or none (folds only). method: how codes are chosen: to nearest
-    (rtn, four-over-six, mse), or with errors made good by what calibration text shows (gptq); awq
-    is to nearest too, with channel_scales: these make channels of inputs smaller and the columns
-    that read them larger, as calibration text approves. scales: how the scale of a block is chosen
-    under gptq and awq. kv_cache: the format that engines keep keys and values in, with scales from
+    (rtn, four-over-six, mse), or with errors made good by what calibration text shows (gptq), or so
+    and beside a branch of low rank in bf16 (svd), of which rank is the rank; awq is to nearest too,
+    with channel_scales: these make channels of inputs smaller and the columns that read them
+    larger, as calibration text approves. scales: how the scale of a block is chosen under gptq, svd
+    and awq. kv_cache: the format that engines keep keys and values in, with scales from
     calibration. text: file of the calibration text, of which the first `sequences` of
     `sequence_length` tokens are used, or "random", for tokens drawn from `seed`; None: a text that
     comes with the tool. bits: that a value of the weights to be quantised may take on average; the
@@ -74,6 +77,7 @@ class Recipe:
     method: str = "rtn"
     scales: str = "mse"
     channel_scales: bool = False
+    rank: int = 32
     kv_cache: str = "none"
     text: str | None = None
     sequences: int = 128
@@ -104,7 +108,7 @@ class Recipe:
             return False
         weighed = self.method == "mse" and self.text is not None
         scaled = self.input_scales or self.kv_cache != "none"
-        needed = self.measures or self.scales_channels or self.method == "gptq"
+        needed = self.measures or self.scales_channels or self.method in COMPENSATED
         return weighed or scaled or needed
 
     @property
@@ -125,7 +129,7 @@ class Recipe:
     @property
     def block_scales(self) -> str:
         """How the scale of a block is chosen: rtn, four-over-six or mse."""
-        return self.scales if self.method in ("gptq", "awq") else self.method
+        return self.scales if self.method in SEARCHED else self.method
 
     @property
     def max_shard_bytes(self) -> int:

@@ -219,6 +219,10 @@ REFUSED = {
         "The modelopt layout holds no FP8 modules with --scheme w4a16, which --bits chooses: use "
         "--layout compressed-tensors.",
     ),
+    "branches": (
+        ("--bits", "5", "--layout", "modelopt", "--scheme", "w4a4", "--method", "svd"),
+        "use another --method, or leave out --bits",
+    ),
     "all": (("--keep-worst", "99"), "--keep-worst 99 leaves nothing to quantise"),
     "statistics": (("--bits", "5", "--stats", "x"), "leave out one of them"),
 }

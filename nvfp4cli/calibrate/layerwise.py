@@ -22,12 +22,25 @@ from nvfp4cli.calibrate.moments import Moments, Seen
 from nvfp4cli.models.spec import ArchSpec
 from nvfp4cli.runtime.cache import Observed, larger
 from nvfp4cli.runtime.linears import Linears, Site
-from nvfp4cli.runtime.matrices import Matrix, matrices
+from nvfp4cli.runtime.matrices import Matrix, matrices, placed
 from nvfp4cli.runtime.parts import Block, Parts
 
 Group = tuple[str, ...]  # names of matrices with one input and one global scale
+
+
+@dataclass(frozen=True)
+class Split:
+    """A matrix that is served with a low-rank branch beside it; fp32 [out, in] both.
+
+    weight: with the branch. branch: the part of it that reads inputs before they are rounded.
+    """
+
+    weight: Tensor
+    branch: Tensor
+
+
 # What has been seen of a group and its matrices, fp32 [out, in] -> what is served instead of them.
-Round = Callable[[Group, list[Tensor], Seen], list[Tensor]]
+Round = Callable[[Group, list[Tensor], Seen], Sequence[Tensor | Split]]
 # A group and its largest input -> what the served layer makes of an input.
 Activation = Callable[[Group, float], Callable[[Tensor], Tensor]]
 
@@ -89,7 +102,20 @@ class _Stream:
         for name, one in self.found.items():
             names.setdefault(one.operand.data_ptr(), name)
         self.operand = {name: names[one.operand.data_ptr()] for name, one in self.found.items()}
-        self._sites = [Site(name, self.found[name].operand) for name in names.values()]
+        self._sites = {name: Site(name, self.found[name].operand) for name in names.values()}
+        self._branches: dict[str, dict[str, Tensor]] = {}  # by operand and matrix
+
+    def replace(self, name: str, served: Tensor | Split) -> None:
+        """Compute with another matrix from now on."""
+        one, operand = self.found[name], self.operand[name]
+        one.values.copy_(served.weight if isinstance(served, Split) else served)
+        self.settled.add(operand)
+        # Where inputs are not rounded, the sum is all that there is to compute with.
+        if isinstance(served, Split) and operand in self.activations:
+            own = self._branches.setdefault(operand, {})
+            own[name] = served.branch
+            branch = placed((self.found[name], values) for name, values in own.items())
+            self._sites[operand] = Site(operand, one.operand, branch)
 
     def look_ahead(self) -> None:
         """Go through the layer once where nothing in it changes any more, as memory allows.
@@ -162,7 +188,7 @@ class _Stream:
             act = self.activations.get(site.name)
             return None if act is None else act(x)
 
-        with Linears(self._sites, change, recall if remember else None):
+        with Linears(self._sites.values(), change, recall if remember else None):
             return self.block(self.hidden[batch], cache)
 
 
@@ -285,10 +311,8 @@ class Walk:
         seen = self._moments(list(operands), served, full, whole)
         for operand, group in operands.items():
             given = [served.found[name].values for name in group]
-            result = choose(group, given, seen[operand])
-            for values, rounded in zip(given, result, strict=True):
-                values.copy_(rounded)
-            served.settled.update(served.operand[name] for name in group)
+            for name, result in zip(group, choose(group, given, seen[operand]), strict=True):
+                served.replace(name, result)
 
     def _amax(self, operands: list[str], served: _Stream, whole: bool) -> dict[str, float]:
         """The largest magnitudes of inputs; of operands that none reaches, that of the others."""

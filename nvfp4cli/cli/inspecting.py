@@ -53,6 +53,11 @@ def _show(report: Report, name: str) -> None:
         f"{totals['bits_per_parameter']:.2f} bits each, {console.size(totals['bytes'])} in "
         f"{files} file{'s' if files > 1 else ''}"
     )
+    if ranks := report.ranks:
+        console.line(
+            f"  low-rank branches (SVDQuant) of rank {_range(ranks, str)} beside {len(ranks)} "
+            "weights"
+        )
     _show_weights(report)
 
 

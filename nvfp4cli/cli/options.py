@@ -88,7 +88,15 @@ Scales = Annotated[
     typer.Option(
         metavar=one_of(SCALES),
         show_default=Recipe.scales,
-        help="How block scales are chosen under gptq.",
+        help="How block scales are chosen under gptq and svd.",
+        rich_help_panel=_CALIBRATION,
+    ),
+]
+Rank = Annotated[
+    int | None,
+    typer.Option(
+        show_default=str(Recipe.rank),
+        help="Of the branch that svd adds to every matrix.",
         rich_help_panel=_CALIBRATION,
     ),
 ]

@@ -20,7 +20,7 @@ from nvfp4cli.layouts import LAYOUTS
 from nvfp4cli.plan.convert import plan_convert
 from nvfp4cli.plan.quantize import plan_quantize
 from nvfp4cli.plan.record import Budget, Plan
-from nvfp4cli.recipe import RANDOM_TEXT, Recipe
+from nvfp4cli.recipe import COMPENSATED, RANDOM_TEXT, SEARCHED, Recipe
 
 # What works for this share of the time holds up everything else.
 _BUSY = 0.8
@@ -47,10 +47,10 @@ def quantize(
     manner: Manner,
 ) -> None:
     """Plan, then run or show the plan. given: the keys of the recipe that were options."""
-    if manner.stats is not None and recipe.method == "gptq":
+    if manner.stats is not None and recipe.method in COMPENSATED:
         raise RecipeError(
-            "--stats holds what scales are chosen by, and gptq needs the text itself: leave it "
-            "out, or use --method mse."
+            f"--stats holds what scales are chosen by, and {recipe.method} needs the text itself: "
+            "leave it out, or use --method mse."
         )
     if manner.stats is not None and (recipe.measures or recipe.scales_channels):
         raise RecipeError(
@@ -110,8 +110,12 @@ def _idle(recipe: Recipe, given: Collection[str], manner: Manner) -> list[str]:
     found = []
     if recipe.scheme == "none" and "layout" in given:
         found.append("--layout does nothing with --scheme none: leave it out.")
-    if recipe.method not in ("gptq", "awq") and "scales" in given:
-        found.append(f"--scales does nothing with --method {recipe.method}: leave it out.")
+    idle = {"scales": recipe.method not in SEARCHED, "rank": recipe.method != "svd"}
+    found += [
+        f"--{key} does nothing with --method {recipe.method}: leave it out."
+        for key, does_nothing in idle.items()
+        if does_nothing and key in given
+    ]
     if manner.stats is not None or not recipe.needs_text:
         why = "with --stats" if manner.stats is not None else "where nothing is calibrated"
         found += [

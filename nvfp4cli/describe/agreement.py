@@ -49,6 +49,7 @@ def check_configuration(inventory: Inventory, said: Stated) -> Iterator[Violatio
             continue
         yield from _check_claim(module, weight, configuration)
     yield from _check_activations(inventory, configuration)
+    yield from _check_branches(inventory, configuration)
     yield from _check_cache(inventory, configuration)
     if said.inline and said.beside and said.inline.method.startswith("modelopt"):
         yield from _check_beside(linears, said.inline, said.beside)
@@ -135,6 +136,24 @@ def _check_activations(inventory: Inventory, configuration: Configuration) -> It
         message = (
             f"{len(unsaid)} modules have static input scales, such as {unsaid[0].module}, which "
             "the quantization_config calls weight-only: describe the activations in it."
+        )
+        yield Violation(None, "config-scheme", message)
+
+
+def _check_branches(inventory: Inventory, configuration: Configuration) -> Iterator[Violation]:
+    """Weights whose branch an engine leaves out in silence are wrong, and so is the reverse."""
+    bare = [weight for weight in inventory.nvfp4 if inventory.rank(weight) is None]
+    beside = len(inventory.nvfp4) - len(bare)
+    if configuration.branches and bare:
+        message = (
+            f"{len(bare)} weights, such as {bare[0].name}, lack the low-rank branch that the "
+            "quantization_config promises (NVFP4_SVD): quantise the source again."
+        )
+        yield Violation(None, "config-scheme", message)
+    elif beside and not configuration.branches:
+        message = (
+            f"{beside} weights have a low-rank branch of SVDQuant, and the quantization_config "
+            "does not say so, so that engines leave it out: give NVFP4_SVD as the quant_algo."
         )
         yield Violation(None, "config-scheme", message)
 

@@ -38,7 +38,8 @@ class Configuration:
     patterns of modules left alone. understood: False where this tool cannot say which modules the
     method quantises. cache: the KV cache is said to have static scales. whole: a pattern without
     `re:` is a whole name, elsewhere it may be a part of one between dots, or hold `*`. spares:
-    heads and routers are left alone without being listed.
+    heads and routers are left alone without being listed. branches: quantised weights have low-rank
+    branches beside them.
     """
 
     method: str
@@ -48,6 +49,7 @@ class Configuration:
     cache: bool = False
     whole: bool = False
     spares: bool = False
+    branches: bool = False
 
     @property
     def exclusions(self) -> str:
@@ -133,6 +135,7 @@ def _modelopt(method: str, quantization: dict[str, Any]) -> Configuration:
         claims,
         ignore=tuple(ignore),
         cache=_static_cache(quantization) or quantization.get("kv_cache_quant_algo") is not None,
+        branches=algorithm == "NVFP4_SVD",
     )
 
 

@@ -15,7 +15,7 @@ from nvfp4cli.checkpoint.reader import Checkpoint
 from nvfp4cli.describe.record import Format, Weight
 from nvfp4cli.errors import CheckpointError, UnsupportedError
 from nvfp4cli.formats.nvfp4 import BLOCK
-from nvfp4cli.layouts import LAYOUTS
+from nvfp4cli.layouts import LAYOUTS, branch
 from nvfp4cli.layouts.fp8 import Fp8
 from nvfp4cli.layouts.mxfp4 import Mxfp4
 from nvfp4cli.layouts.record import Layout
@@ -32,7 +32,7 @@ _SIGNS = {
 COMFY_HEADER = "_quantization_metadata"  # replaces the marker tensors where it is present
 INPUT_SCALES = (".input_global_scale", ".input_scale", "._weight_act_per_tensor_scale")
 _CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale")
-_COMPANIONS = (*INPUT_SCALES, ".pre_quant_scale", ".comfy_quant")
+_COMPANIONS = (*INPUT_SCALES, ".pre_quant_scale", ".comfy_quant", *branch.HALVES)
 _FP8_SCALES = (".weight_scale", ".weight_scale_inv")
 
 
@@ -81,6 +81,10 @@ class Inventory:
     def input_scale(self, weight: Weight) -> str | None:
         """Name of the static input scale of a weight, None if there is none."""
         return next((part for part in weight.parts if part.endswith(INPUT_SCALES)), None)
+
+    def rank(self, weight: Weight) -> int | None:
+        """Of the low-rank branch of a weight, None without one."""
+        return branch.rank(weight.module, self.checkpoint.tensors)
 
     def weight_scale(self, weight: Weight) -> str | None:
         """Name of the scales of an FP8 or MXFP4 weight, None if there are none."""

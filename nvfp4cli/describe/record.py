@@ -55,7 +55,8 @@ class Figures:
     global_scale: the multiplier, amax / 2688, whichever way the file stores it; None where it is
     not positive and finite. Shares are of all
     block scales (zero: byte 0; subnormal: below 2^-6 but not 0) and of all codes (+0 and -0).
-    input_scale: the multiplier of static activation quantisation, None without it.
+    input_scale: the multiplier of static activation quantisation, rank: that of the low-rank branch
+    in bf16 beside the weight; None without them.
     """
 
     global_scale: float | None
@@ -64,3 +65,4 @@ class Figures:
     subnormal_scale_share: float
     zero_code_share: float
     input_scale: float | None = None
+    rank: int | None = None

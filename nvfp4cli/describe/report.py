@@ -8,6 +8,7 @@ from nvfp4cli.describe import agreement, architecture, folder, inventory, scales
 from nvfp4cli.describe.agreement import Stated
 from nvfp4cli.describe.inventory import Inventory
 from nvfp4cli.describe.record import Figures, Violation, Weight
+from nvfp4cli.layouts import branch
 
 _NO_FIGURES = dict.fromkeys(Figures.__dataclass_fields__)
 
@@ -33,6 +34,11 @@ class Report:
     def layout(self) -> str:
         """The layout's name, "none" without NVFP4 weights."""
         return self.inventory.layout.NAME if self.inventory.layout else "none"
+
+    @property
+    def ranks(self) -> list[int]:
+        """Of the low-rank branches beside NVFP4 weights."""
+        return [figures.rank for figures in self.figures.values() if figures.rank is not None]
 
     @property
     def totals(self) -> dict[str, Any]:
@@ -115,6 +121,8 @@ def describe(checkpoint: Checkpoint) -> Report:
         if broken or figures[weight.name].global_scale is None:
             unreadable.add(weight.name)
         violations += broken
+        for half in (part for part in weight.parts if part.endswith(branch.HALVES)):
+            violations += values.check_finite(half, checkpoint)
     for name in found.cache_scales:
         violations += scales.read_scale(name, checkpoint, None)[1]
     record = folder.read_record(checkpoint.folder)

@@ -52,6 +52,7 @@ def measure(weight: Weight, inventory: Inventory) -> tuple[Figures, list[Violati
         subnormal_scale_share=_share(scale_counts[1:_FIRST_NORMAL].sum(), scale_counts),
         zero_code_share=_zero_codes(stored.packed),
         input_scale=input_scale,
+        rank=inventory.rank(weight),
     )
     return figures, found
 

@@ -10,6 +10,7 @@ from nvfp4cli.describe.inventory import COMFY_HEADER, Inventory
 from nvfp4cli.describe.record import Violation, Weight
 from nvfp4cli.errors import CheckpointError
 from nvfp4cli.formats.nvfp4 import BLOCK
+from nvfp4cli.layouts import branch
 
 _MARKER = ".comfy_quant"
 _TENSOR_NAMES = "tensor_names"  # of torchao's header
@@ -26,7 +27,10 @@ def check_parts(weight: Weight, inventory: Inventory) -> list[Violation]:
     n, k = shape or (BLOCK, BLOCK)
     found = []
     activations = layout.INPUT_SCALES and inventory.input_scale(weight) is not None
-    for output in layout.outputs(weight.module, (n, k), activations):
+    outputs = layout.outputs(weight.module, (n, k), activations)
+    if (rank := inventory.rank(weight)) is not None:
+        outputs += branch.outputs(weight.module, (n, k), rank)
+    for output in outputs:
         info = tensors.get(output.name)
         if info is None:
             found += _missing(output.name, inventory)
@@ -49,10 +53,10 @@ def _missing(name: str, inventory: Inventory) -> list[Violation]:
         COMFY_HEADER in metadata for metadata in inventory.checkpoint.metadata.values()
     ):
         return []
-    message = (
-        f"{name} is missing, and engines compute with uninitialised memory in its place: quantise "
-        "the source again."
-    )
+    lost = "one half of a low-rank branch is no use without the other"
+    if not name.endswith(branch.HALVES):
+        lost = "engines compute with uninitialised memory in its place"
+    message = f"{name} is missing, and {lost}: quantise the source again."
     return [Violation(name, "part-missing", message)]
 
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from nvfp4cli.describe.inventory import Inventory
 from nvfp4cli.describe.record import Violation, Weight
 from nvfp4cli.errors import UnsupportedError
 from nvfp4cli.formats import e4m3, nvfp4
+from nvfp4cli.layouts import branch
 
 _PIECE_BYTES = 16 << 20  # of a plain tensor, so that an embedding is never whole in memory
 _FP8_BLOCK = 128  # where config.json does not say
@@ -27,7 +29,9 @@ def decode(weight: Weight, inventory: Inventory) -> Tensor:
         assert inventory.layout is not None and weight.shape is not None
         n, k = weight.shape
         stored = inventory.layout.load(weight.module, (n, k), checkpoint.read, False)
-        return nvfp4.dequantize(stored.weight)
+        if inventory.rank(weight) is not None:
+            stored = replace(stored, branch=branch.load(weight.module, checkpoint.read))
+        return stored.whole(nvfp4.dequantize(stored.weight))
     if weight.format == "fp8":
         return _decode_fp8(weight, inventory)
     check_measurable(weight)

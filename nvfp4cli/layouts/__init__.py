@@ -5,7 +5,8 @@ Layouts only rename and repack the canonical record; no number changes here.
 
 import math
 import re
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import torch
@@ -16,8 +17,9 @@ from nvfp4cli.checkpoint.writer import Output
 from nvfp4cli.errors import CheckpointError, UnsupportedError, WeightError
 from nvfp4cli.formats import e4m3
 from nvfp4cli.formats.fp8 import decode as decode_fp8
+from nvfp4cli.formats.low_rank import LowRank
 from nvfp4cli.formats.nvfp4 import GlobalScale, dequantize
-from nvfp4cli.layouts import comfy, compressed_tensors, modelopt, torchao
+from nvfp4cli.layouts import branch, comfy, compressed_tensors, modelopt, torchao
 from nvfp4cli.layouts.record import CacheScales, Layout, Shape, Stored, StoredFp8
 
 LAYOUTS: dict[str, Layout] = {
@@ -68,11 +70,7 @@ class StoredWeights:
     @cached_property
     def plain(self) -> tuple[str, ...]:
         """Names of the tensors stored as they were in the source."""
-        owned = {
-            output.name
-            for module, shape in self.quantized.items()
-            for output in self.layout.outputs(module, shape, False)  # type: ignore[union-attr]
-        }
+        owned = {output.name for module in self.quantized for output in self._parts(module, False)}
         if self.quantized:
             owned |= {f"{module}.{part}" for module in self.fp8 for part in _FP8_PARTS}
         return tuple(
@@ -154,6 +152,23 @@ class StoredWeights:
             return False
         return any(self.layout.dynamic(entries) for entries in self.checkpoint.metadata.values())
 
+    @cached_property
+    def ranks(self) -> dict[str, int]:
+        """Quantised modules with a low-rank branch, or a half of one -> its rank."""
+        if self.layout is None or not self.layout.BRANCHES:
+            return {}
+        found = {m: branch.rank(m, self.checkpoint.tensors) for m in self.quantized}
+        return {module: rank for module, rank in found.items() if rank is not None}
+
+    def part_names(self, module: str) -> tuple[str, ...]:
+        """Names of the tensors that make up the weight of a quantised module."""
+        return tuple(part.name for part in self._parts(module, False))
+
+    def rows(self, module: str, start: int, stop: int) -> Tensor:
+        """Rows [start, stop) of a quantised weight and its branch, fp32."""
+        own = self.stored(module).rows(start, stop)
+        return own.whole(dequantize(own.weight))
+
     def stored(self, module: str, activations: bool = False) -> Stored:
         """The canonical record of a quantised module, on request with its input scale.
 
@@ -163,7 +178,7 @@ class StoredWeights:
         assert self.layout is not None
         self.check_parts(module, activations)
         shape = self.quantized[module]
-        parts = self.layout.outputs(module, shape, activations)
+        parts = tuple(self._parts(module, activations))
         for part in parts:
             if part.dtype == torch.float32:
                 self._check_global_scale(module, part.name)
@@ -176,7 +191,22 @@ class StoredWeights:
         for part in parts:
             if part.dtype == torch.float8_e4m3fn:
                 self._check_block_scales(part.name, stored.weight.block_scale)
-        return stored
+        return replace(stored, branch=self.branch(module)) if module in self.ranks else stored
+
+    def branch(self, module: str) -> LowRank:
+        """The low-rank branch of a module that has one.
+
+        Raises CheckpointError where a half is missing or misshapen, WeightError where one is not
+        finite.
+        """
+        for part in branch.outputs(module, self.quantized[module], self.ranks[module]):
+            self._check_part(part)
+        found = branch.load(module, self.checkpoint.read)
+        if not found.finite:
+            raise WeightError(
+                f"The low-rank branch of {module} holds NaN or Inf: quantise the source again."
+            )
+        return found
 
     def input_scale(self, module: str) -> GlobalScale:
         """The static activation scale of a quantised module of a W4A4 checkpoint.
@@ -221,9 +251,16 @@ class StoredWeights:
 
     def check_parts(self, module: str, activations: bool) -> None:
         """Raise CheckpointError where a part of a quantised module is missing or misshapen."""
-        assert self.layout is not None
-        for part in self.layout.outputs(module, self.quantized[module], activations):
+        for part in self._parts(module, activations):
             self._check_part(part)
+
+    def _parts(self, module: str, activations: bool) -> Iterator[Output]:
+        """The tensors that a quantised module should have."""
+        assert self.layout is not None
+        shape = self.quantized[module]
+        yield from self.layout.outputs(module, shape, activations)
+        if module in self.ranks:
+            yield from branch.outputs(module, shape, self.ranks[module])
 
     def _check_global_scale(self, module: str, name: str) -> None:
         value, file = self.checkpoint.read(name).item(), self.checkpoint.tensors[name].file
@@ -268,7 +305,7 @@ class StoredWeights:
         """A source tensor: dequantised to fp32, or as stored."""
         module = name.removesuffix(".weight")
         if module in self.quantized:
-            return dequantize(self.stored(module).weight)
+            return self.rows(module, 0, self.quantized[module][0])
         if self.quantized and module in self.fp8:
             stored = self.stored_fp8(module)
             return decode_fp8(stored.values, stored.scale)

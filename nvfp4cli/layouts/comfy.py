@@ -23,6 +23,7 @@ SWIZZLED = True
 SINGLE_FILE = True
 INPUT_SCALES = True
 FP8_SCHEMES: tuple[str, ...] = ()
+BRANCHES = False
 SERVE = "Use: copy {out}/model.safetensors to ComfyUI/models/text_encoders"
 
 _MARKER = b'{"format": "nvfp4"}'

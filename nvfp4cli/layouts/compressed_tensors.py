@@ -30,6 +30,7 @@ SWIZZLED = False
 SINGLE_FILE = False
 INPUT_SCALES = True
 FP8_SCHEMES = ("w4a16", "w4a4")
+BRANCHES = False
 SERVE = "Serve: vllm serve {out}"
 
 _FORMAT = "nvfp4-pack-quantized"

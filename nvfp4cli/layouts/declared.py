@@ -26,8 +26,9 @@ _FORMATS = frozenset(
 )  # fmt: skip
 # modelopt/torch/export/convert_hf_config.py
 _ALGORITHMS = frozenset(
-    ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "W4A16_NVFP4", "MIXED_PRECISION")
-)
+    ("FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "NVFP4", "NVFP4_SVD", "W4A16_NVFP4",
+     "MIXED_PRECISION")
+)  # fmt: skip
 _OFFLINE = frozenset(("weight_input", "weight_output"))
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from nvfp4cli.checkpoint.reader import Checkpoint
 from nvfp4cli.checkpoint.writer import Output
 from nvfp4cli.formats.nvfp4 import BLOCK, GlobalScale, Quantized
-from nvfp4cli.layouts import fp8_modules
+from nvfp4cli.layouts import branch, fp8_modules
 from nvfp4cli.layouts.record import (
     CacheScales,
     Contents,
@@ -28,6 +28,7 @@ SWIZZLED = False
 SINGLE_FILE = False
 INPUT_SCALES = True
 FP8_SCHEMES = ("w4a4",)  # its FP8 is never weight-only
+BRANCHES = True
 SERVE = "Serve: vllm serve {out}"
 
 # Engines read "modelopt" as the producer of the convention, not of the file.
@@ -58,6 +59,8 @@ def export(module: str, stored: Stored) -> dict[str, Tensor]:
     }
     if stored.input_scale is not None:
         found[f"{module}.input_scale"] = scalar(stored.input_scale.multiplier, ())
+    if stored.branch is not None:
+        found |= branch.export(module, stored.branch)
     return found
 
 
@@ -137,24 +140,12 @@ def dynamic(metadata: Mapping[str, str]) -> bool:
 
 def quantization_config(contents: Contents) -> dict[str, Any]:
     """The form inlined in config.json (modelopt/torch/export/convert_hf_config.py)."""
-    values = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK}
-    group: dict[str, Any] = {"weights": values, "targets": ["Linear"]}
-    if contents.activations:
-        group["input_activations"] = values
-    groups = {"group_0": group}
-    if contents.fp8:
-        group["targets"] = sorted(contents.quantized)
-        groups["group_1"] = {
-            "weights": _FP8,
-            "input_activations": _FP8,
-            "targets": sorted(contents.fp8),
-        }
     caches = {"kv_cache_scheme": _FP8} if contents.caches else {}
     return {
         "quant_method": "modelopt",
         "quant_algo": _algorithm(contents),
         "ignore": sorted(contents.kept),
-        "config_groups": groups,
+        "config_groups": _groups(contents),
         **_layers(contents),
         "producer": _PRODUCER,
         **caches,
@@ -163,17 +154,35 @@ def quantization_config(contents: Contents) -> dict[str, Any]:
 
 def extra_files(contents: Contents) -> dict[str, dict[str, Any]]:
     """hf_quant_config.json, which TensorRT-LLM and older engines read."""
-    quantization = {
+    quantization: dict[str, Any] = {
         "quant_algo": _algorithm(contents),
         "kv_cache_quant_algo": "FP8" if contents.caches else None,
         "group_size": BLOCK,
         "exclude_modules": sorted(contents.kept),
         **_layers(contents),
     }
+    if contents.rank is not None:  # the name of the algorithm leaves open what activations are
+        quantization |= {"lora_rank": contents.rank, "config_groups": _groups(contents)}
     return {"hf_quant_config.json": {"producer": _PRODUCER, "quantization": quantization}}
 
 
+def _groups(contents: Contents) -> dict[str, Any]:
+    values = {"dynamic": False, "num_bits": 4, "type": "float", "group_size": BLOCK}
+    group: dict[str, Any] = {"weights": values, "targets": ["Linear"]}
+    if contents.activations:
+        group["input_activations"] = values
+    if contents.rank is not None:
+        group |= {"pre_quant_scale": False, "lora_rank": contents.rank}
+    if not contents.fp8:
+        return {"group_0": group}
+    group["targets"] = sorted(contents.quantized)
+    others = {"weights": _FP8, "input_activations": _FP8, "targets": sorted(contents.fp8)}
+    return {"group_0": group, "group_1": others}
+
+
 def _algorithm(contents: Contents) -> str:
+    if contents.rank is not None:
+        return "NVFP4_SVD"
     return "MIXED_PRECISION" if contents.fp8 else _nvfp4(contents)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from nvfp4cli.checkpoint.reader import Checkpoint
 from nvfp4cli.checkpoint.writer import Output
 from nvfp4cli.formats import fp8
+from nvfp4cli.formats.low_rank import LowRank
 from nvfp4cli.formats.nvfp4 import GlobalScale, Quantized
 
 Read = Callable[[str], Tensor]
@@ -20,11 +21,24 @@ Shape = tuple[int, int]  # (out_features, in_features)
 class Stored:
     """A quantised module as a layout stores it.
 
-    input_scale: the static activation scale of W4A4, None in weight-only files.
+    input_scale: the static activation scale of W4A4, None in weight-only files. branch: of
+    SVDQuant, which adds to the weight's outputs and reads the inputs before they are rounded.
     """
 
     weight: Quantized
     input_scale: GlobalScale | None = None
+    branch: LowRank | None = None
+
+    def rows(self, start: int, stop: int) -> "Stored":
+        """The module of outputs [start, stop)."""
+        weight = self.weight
+        codes, scales = weight.packed[start:stop], weight.block_scale[start:stop]
+        added = self.branch.rows(start, stop) if self.branch else None
+        return Stored(Quantized(codes, scales, weight.global_scale), self.input_scale, added)
+
+    def whole(self, dequantized: Tensor) -> Tensor:
+        """fp32 [N, K], the weight with its branch; dequantized: without it."""
+        return dequantized if self.branch is None else dequantized + self.branch.product()
 
 
 @dataclass(frozen=True)
@@ -59,7 +73,8 @@ class Contents:
 
     quantized: modules in NVFP4. kept: linear modules in the source dtype. activations: they are
     quantised too, under scales that are stored or, where the layout holds none, dynamic. caches:
-    KV caches are in FP8. fp8: modules in FP8.
+    KV caches are in FP8. fp8: modules in FP8. rank: of the low-rank branches of SVDQuant, None
+    without.
     """
 
     quantized: Collection[str]
@@ -67,6 +82,7 @@ class Contents:
     activations: bool
     caches: bool = False
     fp8: Collection[str] = ()
+    rank: int | None = None
 
 
 class Layout(Protocol):
@@ -77,6 +93,7 @@ class Layout(Protocol):
     SINGLE_FILE: bool  # its consumer takes one file only
     INPUT_SCALES: bool  # it can hold static activation scales
     FP8_SCHEMES: tuple[str, ...]  # of a recipe, in which other modules may be in FP8
+    BRANCHES: bool  # it can hold low-rank branches
     SERVE: str  # what to do with the output {out}
 
     def outputs(self, module: str, shape: Shape, activations: bool) -> tuple[Output, ...]:

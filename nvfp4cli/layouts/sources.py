@@ -15,7 +15,6 @@ from torch import Tensor
 
 from nvfp4cli.checkpoint.reader import Checkpoint, TensorInfo
 from nvfp4cli.errors import CheckpointError, UnsupportedError
-from nvfp4cli.formats import nvfp4
 from nvfp4cli.layouts import StoredWeights, fp8, mxfp4, open_weights
 from nvfp4cli.layouts.declared import declared
 
@@ -147,10 +146,10 @@ def open_source(checkpoint: Checkpoint) -> Source:
         for part in encoding.parts:
             del left[part]
 
-    _check_readable(left.values())
     for module in weights.quantized:
         weights.check_parts(module, activations=False)
         claim(f"{module}.weight", _Nvfp4(weights, module))
+    _check_readable(left.values())
     for name, packed in list(mxfp4.encodings(left)):
         claim(name, packed)
     for name, info in list(left.items()):
@@ -217,9 +216,7 @@ class _Nvfp4:
 
     @property
     def parts(self) -> tuple[str, ...]:
-        layout, shape = self.weights.layout, self.weights.quantized[self.module]
-        assert layout is not None
-        return tuple(output.name for output in layout.outputs(self.module, shape, False))
+        return self.weights.part_names(self.module)
 
     @property
     def label(self) -> str:
@@ -227,12 +224,7 @@ class _Nvfp4:
         return f"NVFP4, {self.weights.layout.NAME}"
 
     def read(self, checkpoint: Checkpoint, start: int, stop: int) -> Tensor:
-        weight = self.weights.stored(self.module).weight
-        return nvfp4.dequantize(
-            nvfp4.Quantized(
-                weight.packed[start:stop], weight.block_scale[start:stop], weight.global_scale
-            )
-        )
+        return self.weights.rows(self.module, start, stop)
 
 
 def _tensors(

@@ -22,6 +22,7 @@ SWIZZLED = True
 SINGLE_FILE = False
 INPUT_SCALES = False  # transformers' loader does not know the name of the activation scale
 FP8_SCHEMES: tuple[str, ...] = ()
+BRANCHES = False
 SERVE = "Serve: vllm serve {out}"
 
 _QDATA = "._weight_qdata"

@@ -13,17 +13,19 @@ import torch
 from torch import Tensor
 
 from nvfp4cli import kernels
-from nvfp4cli.calibrate.layerwise import Group, Manner, Walk
+from nvfp4cli.calibrate.layerwise import Group, Manner, Split, Walk
 from nvfp4cli.calibrate.moments import Seen
 from nvfp4cli.calibrate.statistics import Inputs, Statistics
 from nvfp4cli.calibrate.text import Sequences
 from nvfp4cli.errors import UnsupportedError, WeightError
 from nvfp4cli.formats import fp8
+from nvfp4cli.formats.low_rank import LowRank
 from nvfp4cli.formats.nvfp4 import GlobalScale
 from nvfp4cli.layouts.record import CacheScales, Stored, StoredFp8
 from nvfp4cli.pipeline import compute
 from nvfp4cli.pipeline.compute import Result
 from nvfp4cli.plan.record import Job, Member, Plan
+from nvfp4cli.recipe import COMPENSATED
 from nvfp4cli.rotate import fold
 from nvfp4cli.runtime import activations
 from nvfp4cli.runtime.cache import Observed
@@ -59,7 +61,7 @@ class Layers:
         recipe = plan.recipe
         memory = _memory(device)
         manner = Manner(
-            both=recipe.method == "gptq",
+            both=recipe.method in COMPENSATED,
             rounded=recipe.scheme == "w4a4",
             remembered=memory // 3,
             moments=memory // 3,
@@ -92,10 +94,10 @@ class Layers:
         }
         found: dict[int, tuple[list[Result], list[str]]] = {}
 
-        def choose(group: Group, weights: list[Tensor], seen: Seen) -> list[Tensor]:
+        def choose(group: Group, weights: list[Tensor], seen: Seen) -> list[Tensor | Split]:
             stored, warnings = self._quantized(jobs[places[group]], weights, seen)
             found[places[group]] = [on_host(one) for one in stored], warnings
-            return [compute.served(one) for one in stored]
+            return [_served(one) for one in stored]
 
         def activation(group: Group, amax: float) -> Callable[[Tensor], Tensor]:
             """What the served layer makes of an input."""
@@ -153,6 +155,17 @@ def _tensor_cores() -> Iterator[None]:
         torch.set_float32_matmul_precision(before)
 
 
+def _served(stored: Stored | StoredFp8) -> Tensor | Split:
+    """What a layer computes with in the place of a matrix."""
+    if isinstance(stored, StoredFp8):
+        return fp8.decode(stored.values, stored.scale)
+    weight = kernels.dequantize(stored.weight, torch.float32)
+    if stored.branch is None:
+        return weight
+    branch = stored.branch.product()
+    return Split(weight + branch, branch)
+
+
 def _check_finite(module: str, amax: float) -> None:
     if not math.isfinite(amax):
         raise WeightError(
@@ -167,7 +180,8 @@ def on_host(stored: Stored | StoredFp8) -> Stored | StoredFp8:
         return replace(stored, values=stored.values.cpu())
     weight = stored.weight
     host = replace(weight, packed=weight.packed.cpu(), block_scale=weight.block_scale.cpu())
-    return replace(stored, weight=host)
+    branch = stored.branch and LowRank(stored.branch.down.cpu(), stored.branch.up.cpu())
+    return replace(stored, weight=host, branch=branch)
 
 
 def folded(plan: Plan) -> Tensors:

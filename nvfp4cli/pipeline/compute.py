@@ -1,7 +1,9 @@
 """What becomes of the weights of a job: rounded to NVFP4 or to a dtype, or refused."""
 
+import itertools
 import math
 from collections.abc import Generator
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,13 +13,14 @@ from nvfp4cli.calibrate.moments import Seen
 from nvfp4cli.calibrate.statistics import Statistics
 from nvfp4cli.errors import CheckpointError, WeightError
 from nvfp4cli.formats import fp8, nvfp4
+from nvfp4cli.formats.low_rank import LowRank
 from nvfp4cli.formats.nvfp4 import GlobalScale, Quantized
 from nvfp4cli.layouts.record import CacheScales, Stored, StoredFp8
 from nvfp4cli.layouts.sources import Source
-from nvfp4cli.methods import gptq, refit, scales
+from nvfp4cli.methods import gptq, refit, scales, svd
 from nvfp4cli.models.pieces import upright
 from nvfp4cli.plan.record import Job, Member
-from nvfp4cli.recipe import Recipe
+from nvfp4cli.recipe import COMPENSATED, Recipe
 from nvfp4cli.rotate import fold
 
 # What a member has become: a weight for the layout to write, a tensor, or nothing where it is
@@ -83,34 +86,34 @@ def calibrated(
 ) -> tuple[list[Stored] | list[StoredFp8], list[str]]:
     """The members of a group by what has been seen of their input, and warnings.
 
-    tensors, maxima: as of `quantized`.
+    tensors, maxima: as of `quantized`. Under svd they share the first half of their branch.
     """
     if job.members[0].action == "fp8":
         return _in_fp8(tensors, recipe, seen), []
     input_scale = GlobalScale.from_amax(seen.amax) if recipe.input_scales else None
     if nvfp4.vanishes(max(maxima)):
-        zeros = [Stored(nvfp4.zeros(*tensor.shape), input_scale) for tensor in tensors]
+        zeros = [_zeros(len(t), t.shape[1], recipe, input_scale) for t in tensors]
         return zeros, _vanishing(job, maxima)
-    rule, whole = recipe.block_scales, seen.whole
     matrix = torch.cat([tensor.to(torch.float32) for tensor in tensors])
-    if recipe.method == "gptq":
+    if recipe.method in COMPENSATED:
         matrix = _refitted(matrix, seen)
-    scale = scales.global_scale(kernels.amax(matrix), rule)
-    if recipe.method == "gptq" and gptq.enough(whole.tokens, matrix.shape[1]):
-        q = gptq.quantize(matrix, whole.hessian, scale, rule)
+    rounding = partial(_encoded, recipe=recipe, tokens=seen.whole.tokens)
+    if recipe.method == "svd":
+        # Fitted to inputs as the codes read them. The branch reads them before they are rounded,
+        # and so leaves its share of that noise out of the outputs.
+        q, branch = svd.decompose(matrix, seen.whole.hessian, recipe.rank, rounding)
+        group = Stored(q, input_scale, branch)
     else:
-        importance = whole.mean_square if rule == "mse" and whole.tokens else None
-        q = scales.quantize(matrix, scale, rule, importance)
-    rows = [len(tensor) for tensor in tensors]
-    parts = zip(q.packed.split(rows), q.block_scale.split(rows), strict=True)
-    results = [Stored(Quantized(*part, scale), input_scale) for part in parts]
+        group = Stored(rounding(matrix, seen.whole.hessian), input_scale)
+    stops = itertools.accumulate(len(tensor) for tensor in tensors)
+    results = [group.rows(stop - len(t), stop) for t, stop in zip(tensors, stops, strict=True)]
     return results, _vanishing(job, maxima)
 
 
 def _in_fp8(tensors: list[Tensor], recipe: Recipe, seen: Seen) -> list[StoredFp8]:
     """The members of a group under one scale."""
     matrix = torch.cat([tensor.to(torch.float32) for tensor in tensors])
-    if recipe.method == "gptq":
+    if recipe.method in COMPENSATED:
         matrix = _refitted(matrix, seen)
     scale = fp8.scale_of(kernels.amax(matrix))
     input_scale = fp8.scale_of(seen.amax) if recipe.scheme == "w4a4" else None
@@ -118,11 +121,19 @@ def _in_fp8(tensors: list[Tensor], recipe: Recipe, seen: Seen) -> list[StoredFp8
     return [StoredFp8(part, scale, input_scale) for part in values]
 
 
-def served(stored: Stored | StoredFp8) -> Tensor:
-    """The matrix that engines multiply by, fp32 [out, in]."""
-    if isinstance(stored, StoredFp8):
-        return fp8.decode(stored.values, stored.scale)
-    return kernels.dequantize(stored.weight, torch.float32)
+def _zeros(n: int, k: int, recipe: Recipe, input_scale: GlobalScale | None) -> Stored:
+    branch = LowRank.zeros(recipe.rank, n, k) if recipe.method == "svd" else None
+    return Stored(nvfp4.zeros(n, k), input_scale, branch)
+
+
+def _encoded(weight: Tensor, hessian: Tensor, *, recipe: Recipe, tokens: int) -> Quantized:
+    """By the recipe's rule; hessian: of so many tokens."""
+    rule = recipe.block_scales
+    scale = scales.global_scale(kernels.amax(weight), rule)
+    if recipe.method in COMPENSATED and gptq.enough(tokens, weight.shape[1]):
+        return gptq.quantize(weight, hessian, scale, rule)
+    importance = hessian.diagonal() / tokens if rule == "mse" and tokens else None
+    return scales.quantize(weight, scale, rule, importance)
 
 
 def _refitted(weight: Tensor, seen: Seen) -> Tensor:

@@ -1,5 +1,6 @@
 """What an engine would say to a planned checkpoint, said before it is written."""
 
+from nvfp4cli.layouts import branch
 from nvfp4cli.layouts.record import Layout
 from nvfp4cli.plan.record import Job, Member
 
@@ -15,8 +16,13 @@ DYNAMIC = (
 _LOAD = "Load: transformers.AutoModelForCausalLM.from_pretrained({path!r})"
 
 
-def next_step(jobs: list[Job], layout: Layout | None) -> str:
-    """What to do with the output: a command with {out} or code with {path!r} for its folder."""
+def next_step(jobs: list[Job], layout: Layout | None, rank: int | None) -> str:
+    """What to do with the output: a command with {out} or code with {path!r} for its folder.
+
+    rank: of low-rank branches, None without.
+    """
+    if rank is not None:
+        return branch.SERVE
     if layout is None or (layout.NAME == "torchao" and _ragged(jobs)):
         return _LOAD
     return layout.SERVE

@@ -34,7 +34,7 @@ def assemble(
     members = [member for job in jobs for member in job.members]
     quantized = [m.module for m in members if m.action in ("quantize", "repack")]
     fp8 = [m.module for m in members if m.action in ("fp8", "repack_fp8")]
-    contents = Contents(quantized, facts.kept, facts.activations, facts.caches, fp8)
+    contents = Contents(quantized, facts.kept, facts.activations, facts.caches, fp8, facts.rank)
 
     dtype = _original_dtype(members, recipe, config)
 

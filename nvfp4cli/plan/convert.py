@@ -13,7 +13,7 @@ from nvfp4cli.checkpoint.reader import Checkpoint
 from nvfp4cli.checkpoint.writer import Output
 from nvfp4cli.errors import CheckpointError, UnsupportedError
 from nvfp4cli.formats.nvfp4 import BLOCK
-from nvfp4cli.layouts import LAYOUTS, StoredWeights, open_weights
+from nvfp4cli.layouts import LAYOUTS, StoredWeights, branch, open_weights
 from nvfp4cli.layouts.declared import caches
 from nvfp4cli.layouts.record import Layout
 from nvfp4cli.layouts.sources import Source, SourceTensor
@@ -66,6 +66,7 @@ def plan_convert(checkpoint: Checkpoint, layout_name: str, max_shard_size: str |
         return info.file, info.start
 
     jobs.sort(key=place)  # reading goes through the files from front to back
+    rank = max(weights.ranks.values(), default=None)
     facts = Facts(
         model=origin["model"],
         rotation=origin["rotation"],
@@ -76,8 +77,9 @@ def plan_convert(checkpoint: Checkpoint, layout_name: str, max_shard_size: str |
         without_mtp=False,
         activations=weights.activations or weights.dynamic,
         caches=_declares_caches(checkpoint) or bool(weights.caches),
+        rank=rank,
         warnings=tuple(advice.warnings(jobs, layout)),
-        next_step=advice.next_step(jobs, layout),
+        next_step=advice.next_step(jobs, layout, rank),
         spec_text="",
         own_spec=True,
         channels=_channels(checkpoint.folder),
@@ -89,6 +91,11 @@ def plan_convert(checkpoint: Checkpoint, layout_name: str, max_shard_size: str |
 def _check_representable(weights: StoredWeights, layout: Layout) -> None:
     _check_fp8(weights, layout)
     _check_caches(weights, layout)
+    if weights.ranks and not layout.BRANCHES:
+        raise UnsupportedError(
+            f"{min(weights.ranks)} has a low-rank branch of SVDQuant, which the {layout.NAME} "
+            "layout cannot hold: quantise the source model again with another method."
+        )
     experts = [module for module in weights.quantized if _EXPERT.search(module)]
     if experts and layout.NAME in selection.WITHOUT_EXPERTS:
         raise UnsupportedError(
@@ -159,6 +166,11 @@ def _check_parts(weights: StoredWeights) -> None:
     for module in weights.quantized:
         weights.check_parts(module, weights.activations)
     for name in weights.plain:
+        if name.endswith(branch.HALVES):
+            raise CheckpointError(
+                f"{tensors[name].file} holds {name} beside no NVFP4 weight of its layout: quantise "
+                "the source again."
+            )
         suffix = next((s for s in _PART_SUFFIXES if name.endswith(s)), None)
         if suffix is None and name.endswith(_WEIGHT) and tensors[name].dtype == torch.uint8:
             suffix = _WEIGHT
@@ -263,6 +275,8 @@ def _job(
     assert weights.layout is not None
     codes = weights.layout.outputs(module, shape, False)[0].name
     outputs = layout.outputs(module, shape, weights.activations)
+    if module in weights.ranks:
+        outputs += branch.outputs(module, shape, weights.ranks[module])
     # Without a spec to say so, any module may become a part of a merged one.
     fused = fused_module(spec, module) if spec else module
     member = Member(name, module, tensors[codes], shape, "repack", "NVFP4", (), outputs, fused)

@@ -14,7 +14,7 @@ from nvfp4cli.models.claims import Claim
 from nvfp4cli.models.pieces import Piece, matrix_shape, pieces, transposed
 from nvfp4cli.models.sizes import Sizes
 from nvfp4cli.models.spec import ArchSpec
-from nvfp4cli.plan import selection
+from nvfp4cli.plan import branches, selection
 from nvfp4cli.plan.record import Action, Format, Member
 from nvfp4cli.recipe import Recipe
 from nvfp4cli.rotate import fold
@@ -50,7 +50,8 @@ class Context:
     def outputs(self, module: str, shape: tuple[int, ...]) -> tuple[Output, ...]:
         """What is written of a quantised matrix [out, in]."""
         assert self.layout is not None
-        return self.layout.outputs(module, (shape[0], shape[1]), self.recipe.input_scales)
+        found = self.layout.outputs(module, (shape[0], shape[1]), self.recipe.input_scales)
+        return found + branches.outputs(module, shape, self.recipe)
 
     @property
     def tied(self) -> bool:

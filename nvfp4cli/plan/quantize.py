@@ -15,7 +15,7 @@ from nvfp4cli.models import spec as specs
 from nvfp4cli.models.claims import Claim, as_written, claim
 from nvfp4cli.models.scaling import Scaling, scalings
 from nvfp4cli.models.spec import ArchSpec
-from nvfp4cli.plan import advice, caches, selection, shapes
+from nvfp4cli.plan import advice, branches, caches, selection, shapes
 from nvfp4cli.plan.assemble import assemble
 from nvfp4cli.plan.members import Context, source_of
 from nvfp4cli.plan.members import members as members_of
@@ -61,6 +61,7 @@ def plan_quantize(
     kept = {name for name, form in context.formats.items() if form == "source"}
     reasons = {name: why for name, why in chosen.reasons.items() if name not in kept}
     jobs = _jobs(claims, found, reasons, context)
+    branches.check_sizes(jobs, recipe)
     notes += chosen.notes
     if strict and notes:
         raise RecipeError(notes[0])
@@ -74,8 +75,9 @@ def plan_quantize(
         without_mtp=recipe.mtp == "drop",
         activations=recipe.scheme == "w4a4",
         caches=recipe.kv_cache != "none",
+        rank=branches.rank(recipe),
         warnings=_warnings(context, jobs, (*notes, *chosen.warnings)),
-        next_step=advice.next_step(jobs, context.layout),
+        next_step=advice.next_step(jobs, context.layout, branches.rank(recipe)),
         spec_text=arch_spec.read_text(encoding="utf-8") if arch_spec else "",
         own_spec=arch_spec is not None and arch_spec.parent == specs.SPECS,
         budget=budget,
@@ -124,6 +126,7 @@ def _context(
             f"The {layout.NAME} layout holds no FP8 modules with --scheme {recipe.scheme}, which "
             f"--bits chooses: use --layout {' or '.join(fit)}."
         )
+    branches.check_layout(recipe, layout)
     return Context(source, language, recipe, spec, sizes, rotations, layout, formats, {}), arch_spec
 
 

@@ -17,10 +17,15 @@ from torch.overrides import TorchFunctionMode
 
 @dataclass(frozen=True)
 class Site:
-    """A weight that a model multiplies by: a parameter, or the slice of an expert."""
+    """A weight that a model multiplies by: a parameter, or the slice of an expert.
+
+    branch: the part of the weight, in the same form and with the same strides, that multiplies what
+    the site is given and not what that is changed to; None: none of it.
+    """
 
     name: str
     weight: Tensor
+    branch: Tensor | None = None
 
 
 class Recall(Protocol):
@@ -75,7 +80,11 @@ class Linears(TorchFunctionMode):
                 return self._product(site, func, args, kwargs, place)
         if func in _BATCHED and args[1].ndim == 3 and args[1].data_ptr() in self._sites:
             given = torch.stack([self._given(*pair) for pair in zip(args[1], args[0], strict=True)])
-            return func(given, *args[1:], **kwargs)
+            product = func(given, *args[1:], **kwargs)
+            for lost, weight, own in zip(args[0] - given, args[1], product, strict=True):
+                if (site := self._sites[weight.data_ptr()]).branch is not None:
+                    own.add_(lost @ _like(weight, site.weight, site.branch))
+            return product
         if func is functional.scaled_dot_product_attention:
             return self._remembered(ATTENTION, lambda: func(*args, **kwargs))
         return func(*args, **kwargs)
@@ -86,9 +95,15 @@ class Linears(TorchFunctionMode):
         x = args[place]
         changed = self._see(site, x.reshape(-1, x.shape[-1]))
         given = x if changed is None else changed.view(x.shape)
-        return self._remembered(
-            site.name, lambda: func(*args[:place], given, *args[place + 1 :], **kwargs)
-        )
+
+        def compute() -> Tensor:
+            product: Tensor = func(*args[:place], given, *args[place + 1 :], **kwargs)
+            if site.branch is None or changed is None:
+                return product
+            branch = _like(args[_PLACES[func][1]], site.weight, site.branch)
+            return product + (x - given) @ (branch.T if func is functional.linear else branch)
+
+        return self._remembered(site.name, compute)
 
     def _given(self, weight: Tensor, x: Tensor) -> Tensor:
         """One expert of a batched product; x: [tokens, K]."""
@@ -104,3 +119,8 @@ class Linears(TorchFunctionMode):
             product = compute()
             self._recall.put(name, call, product)
         return product
+
+
+def _like(used: Tensor, weight: Tensor, branch: Tensor) -> Tensor:
+    """The branch of a weight, transposed where the weight is used so."""
+    return branch if used.stride() == weight.stride() else branch.T

@@ -58,6 +58,21 @@ def matrices(
     return found
 
 
+def placed(parts: Iterable[tuple[Matrix, Tensor]]) -> Tensor | None:
+    """Values [out, in] of matrices with one operand, in the form of that operand; zero elsewhere.
+
+    Of the operand's dtype and strides; None where there are no values.
+    """
+    found: Tensor | None = None
+    for one, values in parts:
+        operand = one.operand
+        if found is None:
+            found = operand.new_empty_strided(operand.shape, operand.stride()).zero_()
+        start = one.values.storage_offset() - operand.storage_offset()
+        found.as_strided(one.values.shape, one.values.stride(), start).copy_(values)
+    return found
+
+
 def of_model(spec: ArchSpec, names: Iterable[str], model: PreTrainedModel) -> dict[str, Matrix]:
     """The matrices of a whole model by name."""
     prefix, _ = decoder_layers(model)

@@ -1,7 +1,7 @@
 """A written checkpoint as it is served: with the activations that it declares."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -17,7 +17,7 @@ from nvfp4cli.models import spec as specs
 from nvfp4cli.runtime import activations
 from nvfp4cli.runtime.cache import Fp8, parameter
 from nvfp4cli.runtime.linears import Linears, Site
-from nvfp4cli.runtime.matrices import of_model
+from nvfp4cli.runtime.matrices import Matrix, of_model, placed
 from nvfp4cli.runtime.model import load
 
 # none: activations stay as they are computed. four-over-six: see `activations.Rule`.
@@ -103,7 +103,8 @@ def served(folder: Path, mode: Activations) -> str:
     if mode != "none" and (_in_nvfp4(weights) or weights.dynamic):
         four = ", four-over-six" if mode == "four-over-six" else ""
         kind = "dynamic" if weights.dynamic else "static"
-        found.append(f"inputs of linear layers to NVFP4 under {kind} scales{four}")
+        spared = ", not those of low-rank branches" if weights.ranks else ""
+        found.append(f"inputs of linear layers to NVFP4 under {kind} scales{four}{spared}")
     if mode != "none" and _in_fp8(weights):
         found.append("inputs of linear layers in FP8 to FP8 under static scales")
     if mode != "none" and cache_scales(weights):
@@ -145,10 +146,13 @@ def _in_fp8(weights: StoredWeights) -> dict[str, float]:
 
 def _largest(
     weights: StoredWeights, model: PreTrainedModel, scales: Mapping[str, float]
-) -> Iterable[tuple[Site, float]]:
-    """Where a model multiplies by these modules, and the input scale there."""
+) -> Iterator[tuple[Site, float]]:
+    """Where a model multiplies by these modules, and the input scale there.
+
+    Low-rank branches are held beside the weights in the form of these, not as two thin matrices.
+    """
     if not scales:
-        return ()
+        return
     checkpoint = weights.checkpoint
     path = specs.beside(checkpoint.folder, checkpoint.config.get("model_type"))
     if path is None:
@@ -157,10 +161,11 @@ def _largest(
             "be rounded: measure the weights alone with --activations none."
         )
     spec = specs.load_for(checkpoint.config, weights.names, path)
-    found: dict[int, tuple[Site, float]] = {}
-    for name, one in of_model(spec, scales, model).items():
-        place = one.operand.data_ptr()
+    together: dict[int, list[Matrix]] = {}
+    for one in of_model(spec, scales, model).values():
+        together.setdefault(one.operand.data_ptr(), []).append(one)
+    for own in together.values():
+        branched = [one for one in own if one.name in weights.ranks]
+        branch = placed((one, weights.branch(one.name).product()) for one in branched)
         # Matrices with one operand have one input, and engines take the larger scale of them.
-        if place not in found or found[place][1] < scales[name]:
-            found[place] = Site(name, one.operand), scales[name]
-    return found.values()
+        yield Site(own[0].name, own[0].operand, branch), max(scales[one.name] for one in own)

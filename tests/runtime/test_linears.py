@@ -12,7 +12,7 @@ from nvfp4cli.models import spec as specs
 from nvfp4cli.plan.quantize import plan_quantize
 from nvfp4cli.recipe import Recipe
 from nvfp4cli.runtime.linears import ATTENTION, Linears, Site
-from nvfp4cli.runtime.matrices import Matrix, of_model
+from nvfp4cli.runtime.matrices import Matrix, of_model, placed
 from nvfp4cli.runtime.model import load
 
 TYPES = ["llama", "gpt2", "mixtral", "gpt_oss", "llama4_text", "granitemoe", "qwen3_moe", "phi3",
@@ -80,6 +80,28 @@ def test_an_input_can_be_exchanged(tiny_model: Callable[..., Path], model_type: 
     assert not torch.equal(without, expected)
     found[name].operand.zero_()
     assert torch.equal(model(input_ids=TOKENS, use_cache=False).logits, without)
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gpt2", "mixtral", "gpt_oss", "llama4_text"])
+@torch.no_grad()
+def test_a_branch_reads_what_was_not_exchanged(
+    tiny_model: Callable[..., Path], model_type: str
+) -> None:
+    """Branches of half of each weight, beside zeros for inputs, are halved weights."""
+    model, found = model_of(tiny_model(model_type))
+    together: dict[int, list[Matrix]] = {}
+    for one in found.values():
+        together.setdefault(one.operand.data_ptr(), []).append(one)
+    branched = [
+        Site(own[0].name, own[0].operand, placed((one, one.values / 2) for one in own))
+        for own in together.values()
+    ]
+    with Linears(branched, lambda _, x: torch.zeros_like(x)):
+        beside = model(input_ids=TOKENS, use_cache=False).logits
+    for own in together.values():
+        own[0].operand.div_(2)
+    halved = model(input_ids=TOKENS, use_cache=False).logits
+    torch.testing.assert_close(beside, halved, rtol=0, atol=1e-5 * halved.abs().max().item())
 
 
 class Memory(dict[tuple[str, int], Tensor]):
