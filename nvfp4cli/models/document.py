@@ -61,7 +61,7 @@ def read(path: Path) -> dict[str, Any]:
             )
         base = read(SPECS / f"{base_name}.yaml")
         merged = {key: {**base.get(key, {}), **document.get(key, {})} for key in _MERGED}
-        merged["modules"] = {k: v for k, v in merged["modules"].items() if v is not None}
+        merged["modules"] = _without_removed(merged["modules"], base.get("modules", {}))
         # The one that was written last says whether config.json may give a size.
         for other, last in (("derived", "defaults"), ("defaults", "derived")):
             own = document.get(last, {})
@@ -75,6 +75,20 @@ def read(path: Path) -> dict[str, Any]:
     if not document.get("modules") and "wraps" not in document:
         raise UnsupportedError(f"{path} describes no modules: give it some, as llama.yaml does.")
     return document
+
+
+def _without_removed(modules: dict[str, Any], inherited: dict[str, Any]) -> dict[str, Any]:
+    """Modules without those that are null. Whose gate is null, and is inherited, has none."""
+    gone = {pattern for pattern, entry in modules.items() if entry is None}
+    found: dict[str, Any] = {name: entry for name, entry in modules.items() if name not in gone}
+    for pattern, entry in inherited.items():
+        if (
+            pattern in found
+            and found[pattern] is entry
+            and not gone.isdisjoint(entry.get("gated", ()))
+        ):
+            found[pattern] = {key: value for key, value in entry.items() if key != "gated"}
+    return found
 
 
 def _parse(path: Path) -> dict[str, Any]:

@@ -71,6 +71,7 @@ class ModuleSpec:
     fused: str | None = None  # name of the engines' merged module
     heads: Heads | None = None
     value_rows: ValueRows | None = None  # None: rows are the values and nothing else
+    gated: tuple[str, ...] = ()  # input: a function of the first's outputs, times the second's
     axes: Axes = "out in"  # of the weight as it is stored; without "in" those of a bias
     # Names of quantised experts, which share the out axis; of another module the one it gets then.
     written_as: tuple[str, ...] = ()
@@ -109,6 +110,7 @@ class ModuleSpec:
             self,
             pattern=move(self.pattern),
             norm=tuple(map(move, self.norm)),
+            gated=tuple(map(move, self.gated)),
             written_as=tuple(map(move, self.written_as)),
             tied_to=self.tied_to and move(self.tied_to),
         )
@@ -152,6 +154,7 @@ def module(path: Path, pattern: object, entry: object) -> ModuleSpec:
             "shape": _shape(path, pattern, entry.get("shape")),
             "norm": (norms,) if isinstance(norms, str) else tuple(norms),
             "written_as": tuple(entry.get("written_as", ())),
+            "gated": tuple(entry.get("gated", ())),
             "variant": tuple(entry["variant"].split("/")) if "variant" in entry else (),
             "suffixes": Suffixes(**entry.get("suffixes", {})),
             "value_rows": ValueRows(**entry["value_rows"]) if "value_rows" in entry else None,
@@ -192,6 +195,11 @@ def _check_entry(path: Path, pattern: str, entry: dict[str, Any]) -> None:
         raise UnsupportedError(
             f"{path}: the suffixes of {pattern} are {suffixes!r}: give those of weight and bias."
         )
+    if len(entry.get("gated", (0, 0))) != 2:
+        raise UnsupportedError(
+            f"{path}: gated of {pattern} is {entry['gated']!r}: name there the gate and what it is "
+            "multiplied with."
+        )
     _check_experts(path, pattern, entry)
 
 
@@ -207,7 +215,7 @@ def _check_types(path: Path, pattern: str, entry: dict[str, Any]) -> None:
                 f"{path}: {key} of {pattern} is {entry[key]!r}: write a text there."
             )
     lists = [("norm", entry["norm"])] if isinstance(entry.get("norm"), list) else []
-    lists += [("written_as", entry["written_as"])] if "written_as" in entry else []
+    lists += [(key, entry[key]) for key in ("written_as", "gated") if key in entry]
     for key, value in lists:
         if not isinstance(value, list) or not value or not all(map(is_pattern, value)):
             raise UnsupportedError(
@@ -278,6 +286,11 @@ def check_references(path: Path, modules: tuple[ModuleSpec, ...], biases: Collec
                     f"{path}: the {key} of {module.pattern} is {target!r}, which is no module of "
                     f"role {role} there: name one that is."
                 )
+        if strange := [part for part in module.gated if part not in roles]:
+            raise UnsupportedError(
+                f"{path}: gated of {module.pattern} holds {strange[0]!r}, which is no module "
+                "there: name one that is."
+            )
         if module.bias is not None and module.bias not in biases:
             raise UnsupportedError(
                 f"{path}: the bias of {module.pattern} is {module.bias!r}, which is not under "
