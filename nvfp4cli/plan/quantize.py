@@ -21,6 +21,7 @@ from nvfp4cli.models.sizes import Sizes
 from nvfp4cli.models.spec import ArchSpec
 from nvfp4cli.plan import advice, selection, shapes
 from nvfp4cli.plan.assemble import assemble
+from nvfp4cli.plan.feeds import feeds
 from nvfp4cli.plan.record import Action, Facts, Job, Member, Plan
 from nvfp4cli.recipe import Recipe
 from nvfp4cli.rotate import fold
@@ -122,7 +123,10 @@ def plan_quantize(
         spec_text=arch_spec.read_text(encoding="utf-8") if arch_spec else "",
         own_spec=arch_spec is not None and arch_spec.parent == specs.SPECS,
     )
-    return assemble(context.source, context.spec, recipe, context.layout, jobs, facts)
+    plan = assemble(context.source, spec, recipe, context.layout, jobs, facts)
+    if recipe.method != "mse" or recipe.needs_text:
+        return plan
+    return replace(plan, feeds=feeds(spec, claims.values(), context.sizes, plan.members))
 
 
 def _claims(context: _Context) -> tuple[dict[str, Claim | None], tuple[str, ...]]:
