@@ -27,7 +27,7 @@ from nvfp4cli.checkpoint.reader import sidecars
 from nvfp4cli.checkpoint.writer import Shard, ShardWriter
 from nvfp4cli.errors import CheckpointError, WeightError
 from nvfp4cli.kernels.threads import single_threaded
-from nvfp4cli.pipeline import compute
+from nvfp4cli.pipeline import compute, importance
 from nvfp4cli.pipeline.calibrated import Layers
 from nvfp4cli.pipeline.compute import Result, Work
 from nvfp4cli.pipeline.device import computed, on_device
@@ -291,7 +291,8 @@ def _compute(
             tensors[i] = compute.encodable(compute.edited(member, tensors[i], read))
         maxima = [kernels.amax(tensor) for tensor in tensors]
         compute.check_maxima(job, maxima, read)
-        return compute.quantized(job, tensors, maxima, plan.recipe, statistics)
+        estimate = importance.estimate(plan, job.members[0])
+        return compute.quantized(job, tensors, maxima, plan.recipe, statistics, estimate)
     if job.members[0].action == "cache":
         return [compute.cache_scales(job.members[0].module, statistics)], []
     for i, member in enumerate(job.members):

@@ -36,19 +36,22 @@ def quantized(
     maxima: list[float],
     recipe: Recipe,
     statistics: Statistics | None,
+    estimate: Tensor | None,
 ) -> tuple[list[Result], list[str]]:
     """The members of a group under one global scale, and warnings.
 
     tensors: [N, K] each, bf16, fp16 or fp32, edited already. maxima: their largest magnitudes, all
     finite. statistics: of their inputs, which weigh errors and give the input scale of w4a4.
+    estimate: fp32 [K], what weighs errors without them; None: all columns alike.
     """
     group, method = max(maxima), recipe.block_scales
     scale = scales.global_scale(group, method)
-    importance = input_scale = None
+    importance = None if estimate is None else estimate.to(tensors[0].device)
+    input_scale = None
     if statistics is not None:
         seen = statistics.of([member.module for member in job.members])
-        if method == "mse" and seen.tokens:
-            importance = seen.mean_square.to(tensors[0].device)
+        if method == "mse":
+            importance = seen.mean_square.to(tensors[0].device) if seen.tokens else None
         if recipe.input_scales:
             input_scale = GlobalScale.from_amax(seen.amax)
     results: list[Result] = []

@@ -14,7 +14,7 @@ from nvfp4cli.checkpoint.writer import ShardWriter
 from nvfp4cli.errors import UnsupportedError
 from nvfp4cli.kernels.threads import single_threaded
 from nvfp4cli.layouts.sources import Source, SourceTensor
-from nvfp4cli.pipeline import compute
+from nvfp4cli.pipeline import compute, importance
 from nvfp4cli.pipeline.staging import PINNED_BYTES, Loaded, Numbers, Staging
 from nvfp4cli.pipeline.writing import Queue, emit, exported
 from nvfp4cli.plan.record import Job, Member, Plan
@@ -240,8 +240,9 @@ class _Passage:
         warnings: list[str] = []
         with self._fitting(job), self._staging.computing():
             if job.members[0].action == "quantize":
+                estimate = importance.estimate(self._plan, job.members[0])
                 results, warnings = compute.quantized(
-                    job, begun.tensors, maxima, self._plan.recipe, self._statistics
+                    job, begun.tensors, maxima, self._plan.recipe, self._statistics, estimate
                 )
             named = self._exported(job, results)
         names, offset = list(named), self._offset(begun.turn)

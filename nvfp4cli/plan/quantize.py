@@ -17,6 +17,7 @@ from nvfp4cli.models.scaling import Scaling, scalings
 from nvfp4cli.models.spec import ArchSpec
 from nvfp4cli.plan import advice, branches, caches, selection, shapes
 from nvfp4cli.plan.assemble import assemble
+from nvfp4cli.plan.feeds import feeds
 from nvfp4cli.plan.members import Context, source_of
 from nvfp4cli.plan.members import members as members_of
 from nvfp4cli.plan.record import Budget, Facts, Format, Job, Member, Plan
@@ -84,7 +85,10 @@ def plan_quantize(
         scalings=inputs,
         channels=channels,
     )
-    return assemble(context.source, context.spec, recipe, context.layout, jobs, facts)
+    plan = assemble(context.source, spec, recipe, context.layout, jobs, facts)
+    if recipe.method != "mse" or recipe.needs_text:
+        return plan
+    return replace(plan, feeds=feeds(spec, claims.values(), context.sizes, plan.members))
 
 
 def _inputs(claims: dict[str, Claim | None], context: Context) -> tuple[Scaling, ...]:

@@ -204,12 +204,27 @@ class Facts:
 
 
 @dataclass(frozen=True)
+class Feed:
+    """What makes the input of a matrix: the product of a function of each of some modules' outputs.
+
+    factors: weight and bias of each module, a norm's or a linear one's. channels: of each column
+    the row or place that it is made from; None: the same. offset: what a norm's weight lacks of its
+    gain.
+    """
+
+    factors: tuple[tuple[Member, ...], ...]
+    channels: tuple[int, ...] | None = None
+    offset: float = 0.0
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that `pipeline.run` needs.
 
     source: what is read. spec: of the architecture, None where it is not known. weights: the source
     as it is quantised, for `repack`. files: JSON and YAML files to write, name -> text, config.json
-    among them. binary: other small files.
+    among them. binary: other small files. feeds: by the names of weights, where the spec says so
+    and the method asks.
     """
 
     source: Source
@@ -222,6 +237,7 @@ class Plan:
     files: dict[str, str]
     facts: Facts
     binary: dict[str, bytes] = field(default_factory=dict)
+    feeds: dict[str, Feed] = field(default_factory=dict)
 
     @cached_property
     def members(self) -> tuple[Member, ...]:

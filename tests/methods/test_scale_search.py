@@ -9,6 +9,7 @@ from nvfp4cli.checkpoint.reader import open_checkpoint
 from nvfp4cli.formats import e2m1, e4m3, nvfp4
 from nvfp4cli.layouts import open_weights
 from nvfp4cli.methods import scales
+from nvfp4cli.pipeline import importance
 
 GRID = torch.tensor(e2m1.MAGNITUDES, dtype=torch.float64)
 CODES = e4m3.decode(torch.arange(1, 127, dtype=torch.uint8)).double()
@@ -102,8 +103,10 @@ def test_a_run_writes_what_the_method_gives(method, tiny_model, tmp_path):
     names = [f"model.layers.0.mlp.{n}_proj" for n in ("gate", "up")]
     weights = [source.read(f"{name}.weight") for name in names]
     scale = scales.global_scale(max(map(nvfp4.amax, weights)), method)
+    gain = source.read("model.layers.0.post_attention_layernorm.weight").float()
+    counts = importance.counted(gain.square()) if method == "mse" else None
     for name, weight in zip(names, weights, strict=True):
-        found, expected = stored.stored(name).weight, scales.quantize(weight, scale, method)
+        found, expected = stored.stored(name).weight, scales.quantize(weight, scale, method, counts)
         assert torch.equal(found.packed, expected.packed)
         assert torch.equal(
             found.block_scale.view(torch.uint8), expected.block_scale.view(torch.uint8)
