@@ -21,7 +21,7 @@ METHODS = ("rtn", "four-over-six", "mse", "gptq", "awq", "svd")
 SCALES = ("rtn", "four-over-six", "mse")
 COMPENSATED = ("gptq", "svd")  # methods that make errors good by what a text shows
 SEARCHED = (*COMPENSATED, "awq")  # those whose block scales are a choice of their own
-KV_CACHES = ("none", "fp8")
+KV_CACHES = ("none", "fp8", "nvfp4")
 RANDOM_TEXT = "random"
 
 # Their engines find the global scale of activations while the model runs; others store it.

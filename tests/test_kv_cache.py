@@ -1,5 +1,6 @@
 """The option --kv-cache: which scales are written for which model, and what is refused."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,55 @@ def test_inspect_misses_both_scales_of_a_layer(tiny_model, tmp_path):
     (violation,) = describe(open_checkpoint(out)).violations
     assert violation.rule == "kv-cache"
     assert f"{ATTENTION} lacks a k_scale or a v_scale" in violation.message
+
+
+NVFP4 = ("--kv-cache", "nvfp4", "--layout", "modelopt", *SHORT)
+
+
+def kl(out: Path, source: Path, capsys: pytest.CaptureFixture[str]) -> float:
+    text = out.parent / "text.txt"
+    text.write_text(Path(__file__).read_text())
+    argv = ["eval", str(out), "--ppl", "--baseline", str(source), "--context", "32", "--json"]
+    capsys.readouterr()
+    assert main([*argv, "--text", str(text), "--device", "cpu"]) == 0
+    return json.loads(capsys.readouterr().out)["kl_divergence"]
+
+
+def test_nvfp4_caches_have_global_scales(tiny_model, tmp_path):
+    """amax / 2688, where FP8 has amax / 448 of the same keys and values."""
+    source = tiny_model("llama")
+    for name, options in (("fp8", (*FP8, "--layout", "modelopt")), ("nvfp4", NVFP4)):
+        assert quantize(source, tmp_path / name, *options) == 0
+        assert main(["inspect", str(tmp_path / name), "--strict"]) == 0
+    eight, four = (load_file(tmp_path / n / "model.safetensors") for n in ("fp8", "nvfp4"))
+    for name in scales(tmp_path / "nvfp4"):
+        assert four[name].item() == pytest.approx(eight[name].item() / 6, rel=1e-6)
+    config = json.loads((tmp_path / "nvfp4" / "config.json").read_text())["quantization_config"]
+    beside = json.loads((tmp_path / "nvfp4" / "hf_quant_config.json").read_text())["quantization"]
+    assert config["kv_cache_scheme"] == beside["kv_cache_quant_algo"] == "NVFP4"
+
+
+def test_nvfp4_caches_are_emulated(tiny_model, tmp_path, capsys):
+    source = tiny_model("llama")
+    found = []
+    for name, options in (("none", ()), ("fp8", FP8), ("nvfp4", NVFP4[:2] + NVFP4[4:])):
+        assert quantize(source, tmp_path / name, "--layout", "modelopt", *options) == 0
+        found.append(kl(tmp_path / name, source, capsys))
+    assert found[0] < found[2] and abs(found[1] - found[0]) < 0.5 * (found[2] - found[0])
+
+
+def test_nvfp4_caches_are_converted_where_there_is_a_place(tiny_model, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert quantize(tiny_model("llama"), out, *NVFP4) == 0
+    assert main(["convert", str(out), str(tmp_path / "again"), "--layout", "modelopt"]) == 0
+    files = [folder / "config.json" for folder in (out, tmp_path / "again")]
+    assert files[0].read_bytes() == files[1].read_bytes()
+    argv = ["convert", str(out), str(tmp_path / "x"), "--layout", "compressed-tensors"]
+    assert main(argv) == 1
+    assert "The KV cache is declared as NVFP4" in capsys.readouterr().err
+
+
+def test_nvfp4_caches_in_a_layout_without_are_refused(tiny_model, tmp_path, capsys):
+    options = ("--kv-cache", "nvfp4", "--layout", "compressed-tensors", *SHORT)
+    assert quantize(tiny_model("llama"), tmp_path / "out", *options) == 1
+    assert "use --layout modelopt, or --kv-cache fp8" in capsys.readouterr().err

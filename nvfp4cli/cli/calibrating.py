@@ -125,7 +125,7 @@ def reuse(path: Path, plan: Plan) -> Statistics:
         if job.members[0].action == "quantize":
             statistics.of(modules)
         elif job.members[0].action == "cache":
-            compute.cache_scales(modules[0], statistics)
+            compute.cache_scales(modules[0], statistics, plan.recipe.kv_cache)
     return statistics
 
 

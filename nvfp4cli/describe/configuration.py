@@ -168,7 +168,7 @@ def _torchao(method: str, quantization: dict[str, Any]) -> Configuration:
 
 def _static_cache(quantization: dict[str, Any]) -> bool:
     scheme = quantization.get("kv_cache_scheme")
-    return scheme is not None and scheme.get("dynamic") is not True
+    return scheme is not None and (isinstance(scheme, str) or scheme.get("dynamic") is not True)
 
 
 def _matches(pattern: str, module: str, whole: bool) -> bool:

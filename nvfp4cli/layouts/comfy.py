@@ -22,6 +22,7 @@ NAME = "comfy"
 SWIZZLED = True
 SINGLE_FILE = True
 INPUT_SCALES = True
+CACHES: tuple[str, ...] = ()
 FP8_SCHEMES: tuple[str, ...] = ()
 BRANCHES = False
 SERVE = "Use: copy {out}/model.safetensors to ComfyUI/models/text_encoders"

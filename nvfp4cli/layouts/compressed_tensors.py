@@ -29,6 +29,7 @@ NAME = "compressed-tensors"
 SWIZZLED = False
 SINGLE_FILE = False
 INPUT_SCALES = True
+CACHES = ("fp8",)
 FP8_SCHEMES = ("w4a16", "w4a4")
 BRANCHES = False
 SERVE = "Serve: vllm serve {out}"

@@ -73,7 +73,9 @@ def caches(checkpoint: Checkpoint) -> set[str]:
     if (checkpoint.folder / _MODELOPT_FILE).is_file():
         stated.append(_dict(read_json(checkpoint.folder / _MODELOPT_FILE).get("quantization")))
     found = {str(v["kv_cache_quant_algo"]).upper() for v in stated if v.get("kv_cache_quant_algo")}
-    for scheme in (_dict(value.get("kv_cache_scheme")) for value in stated):
+    schemes = [value.get("kv_cache_scheme") for value in stated]
+    found |= {scheme.upper() for scheme in schemes if isinstance(scheme, str)}
+    for scheme in map(_dict, schemes):
         if scheme.get("dynamic"):
             found.add("DYNAMIC")
         elif scheme:

@@ -27,6 +27,7 @@ NAME = "modelopt"
 SWIZZLED = False
 SINGLE_FILE = False
 INPUT_SCALES = True
+CACHES = ("fp8", "nvfp4")
 FP8_SCHEMES = ("w4a4",)  # its FP8 is never weight-only
 BRANCHES = True
 SERVE = "Serve: vllm serve {out}"
@@ -140,7 +141,9 @@ def dynamic(metadata: Mapping[str, str]) -> bool:
 
 def quantization_config(contents: Contents) -> dict[str, Any]:
     """The form inlined in config.json (modelopt/torch/export/convert_hf_config.py)."""
-    caches = {"kv_cache_scheme": _FP8} if contents.caches else {}
+    # ModelOpt itself writes the name of NVFP4 there, and of FP8 what it is.
+    schemes: dict[str, Any] = {"fp8": _FP8, "nvfp4": "NVFP4"}
+    caches = {"kv_cache_scheme": schemes[contents.caches]} if contents.caches else {}
     return {
         "quant_method": "modelopt",
         "quant_algo": _algorithm(contents),
@@ -156,7 +159,7 @@ def extra_files(contents: Contents) -> dict[str, dict[str, Any]]:
     """hf_quant_config.json, which TensorRT-LLM and older engines read."""
     quantization: dict[str, Any] = {
         "quant_algo": _algorithm(contents),
-        "kv_cache_quant_algo": "FP8" if contents.caches else None,
+        "kv_cache_quant_algo": contents.caches.upper() if contents.caches else None,
         "group_size": BLOCK,
         "exclude_modules": sorted(contents.kept),
         **_layers(contents),

@@ -56,14 +56,22 @@ class StoredFp8:
 
 @dataclass(frozen=True)
 class CacheScales:
-    """Of an attention module: what FP8 keys and values in the cache are multiplied by."""
+    """Of an attention module: what keys and values in the cache are multiplied by.
+
+    In NVFP4 that is the global scale; block scales are found while the model runs.
+    """
 
     key: float
     value: float
 
     @classmethod
-    def from_amax(cls, key: float, value: float) -> "CacheScales":
-        """amax / 448 each; 1 where nothing but zeros was seen, or is below what fp32 divides by."""
+    def from_amax(cls, key: float, value: float, form: str = "fp8") -> "CacheScales":
+        """amax / 448 each, in NVFP4 amax / 2688.
+
+        1 where nothing but zeros was seen, or is below what fp32 divides by.
+        """
+        if form == "nvfp4":
+            return cls(*(GlobalScale.from_amax(amax).multiplier for amax in (key, value)))
         return cls(fp8.scale_of(key), fp8.scale_of(value))
 
 
@@ -73,14 +81,14 @@ class Contents:
 
     quantized: modules in NVFP4. kept: linear modules in the source dtype. activations: they are
     quantised too, under scales that are stored or, where the layout holds none, dynamic. caches:
-    KV caches are in FP8. fp8: modules in FP8. rank: of the low-rank branches of SVDQuant, None
-    without.
+    the format of KV caches, None for the model's dtype. fp8: modules in FP8. rank: of the low-rank
+    branches of SVDQuant, None without.
     """
 
     quantized: Collection[str]
     kept: Collection[str]
     activations: bool
-    caches: bool = False
+    caches: str | None = None
     fp8: Collection[str] = ()
     rank: int | None = None
 
@@ -92,6 +100,7 @@ class Layout(Protocol):
     SWIZZLED: bool
     SINGLE_FILE: bool  # its consumer takes one file only
     INPUT_SCALES: bool  # it can hold static activation scales
+    CACHES: tuple[str, ...]  # formats of KV caches that it can hold scales of
     FP8_SCHEMES: tuple[str, ...]  # of a recipe, in which other modules may be in FP8
     BRANCHES: bool  # it can hold low-rank branches
     SERVE: str  # what to do with the output {out}

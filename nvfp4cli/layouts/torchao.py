@@ -21,6 +21,7 @@ NAME = "torchao"
 SWIZZLED = True
 SINGLE_FILE = False
 INPUT_SCALES = False  # transformers' loader does not know the name of the activation scale
+CACHES: tuple[str, ...] = ()
 FP8_SCHEMES: tuple[str, ...] = ()
 BRANCHES = False
 SERVE = "Serve: vllm serve {out}"

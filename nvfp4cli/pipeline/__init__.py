@@ -294,7 +294,8 @@ def _compute(
         estimate = importance.estimate(plan, job.members[0])
         return compute.quantized(job, tensors, maxima, plan.recipe, statistics, estimate)
     if job.members[0].action == "cache":
-        return [compute.cache_scales(job.members[0].module, statistics)], []
+        form = plan.recipe.kv_cache
+        return [compute.cache_scales(job.members[0].module, statistics, form)], []
     for i, member in enumerate(job.members):
         if isinstance(data := loaded[i], Tensor):
             edited = compute.edited(member, data, read)

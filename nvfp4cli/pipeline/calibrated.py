@@ -126,7 +126,7 @@ class Layers:
             )
         key, value = cache.keys_amax.item(), cache.values_amax.item()
         self.statistics.keys[attention], self.statistics.values[attention] = key, value
-        return CacheScales.from_amax(key, value)
+        return CacheScales.from_amax(key, value, self._plan.recipe.kv_cache)
 
     def _quantized(
         self, job: Job, weights: list[Tensor], seen: Seen

@@ -74,14 +74,14 @@ def _vanishing(job: Job, maxima: list[float]) -> list[str]:
     return found
 
 
-def cache_scales(attention: str, statistics: Statistics | None) -> CacheScales:
+def cache_scales(attention: str, statistics: Statistics | None, form: str) -> CacheScales:
     """The scales of the cache of an attention module. Raises CheckpointError without statistics."""
     if statistics is None or attention not in statistics.keys:
         raise CheckpointError(
             f"The statistics know nothing of the keys of {attention}: calibrate again with "
             "--kv-cache."
         )
-    return CacheScales.from_amax(statistics.keys[attention], statistics.values[attention])
+    return CacheScales.from_amax(statistics.keys[attention], statistics.values[attention], form)
 
 
 def calibrated(

@@ -279,7 +279,7 @@ class _Passage:
         results: list[compute.Result] = [
             None
             if m.streamed
-            else compute.cache_scales(m.module, self._statistics)
+            else compute.cache_scales(m.module, self._statistics, self._plan.recipe.kv_cache)
             if m.action == "cache"
             else compute.rounded(compute.edited(m, compute.stored(m, self._source), read), m, read)
             for m in job.members

@@ -2,12 +2,16 @@
 
 from collections.abc import Mapping
 
-from nvfp4cli.errors import UnsupportedError
+from nvfp4cli.errors import RecipeError, UnsupportedError
+from nvfp4cli.formats.nvfp4 import BLOCK
+from nvfp4cli.layouts import LAYOUTS
 from nvfp4cli.layouts.record import Layout
 from nvfp4cli.layouts.sources import Source
 from nvfp4cli.models.claims import Claim
+from nvfp4cli.models.sizes import Sizes
 from nvfp4cli.models.spec import ArchSpec
 from nvfp4cli.plan.record import Job, Member
+from nvfp4cli.recipe import Recipe
 
 # The last part of the names of projections that values come from, alone or with others.
 _VALUES = ("v_proj", "qkv_proj", "query_key_value", "c_attn")
@@ -54,3 +58,19 @@ def with_scales(
         for place, job in enumerate(jobs)
         for one in ((job, behind[place]) if place in behind else (job,))
     ]
+
+
+def check_format(recipe: Recipe, layout: Layout, spec: ArchSpec, sizes: Sizes) -> None:
+    """Raise where the layout has no place for caches in this format, or heads have no blocks."""
+    if recipe.kv_cache not in layout.CACHES:
+        fit = [name for name, other in LAYOUTS.items() if recipe.kv_cache in other.CACHES]
+        raise RecipeError(
+            f"The {layout.NAME} layout holds no scales of a KV cache in {recipe.kv_cache}: use "
+            f"--layout {' or '.join(fit)}, or --kv-cache {layout.CACHES[0]}."
+        )
+    head = spec.value_path.get("head_dim")
+    if recipe.kv_cache == "nvfp4" and head is not None and sizes.of(head) % BLOCK:
+        raise UnsupportedError(
+            f"The heads of this model have {sizes.of(head)} channels, which are no blocks of "
+            f"{BLOCK}: use --kv-cache fp8."
+        )

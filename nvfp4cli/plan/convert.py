@@ -76,7 +76,7 @@ def plan_convert(checkpoint: Checkpoint, layout_name: str, max_shard_size: str |
         untied=False,
         without_mtp=False,
         activations=weights.activations or weights.dynamic,
-        caches=_declares_caches(checkpoint) or bool(weights.caches),
+        caches=_caches(weights),
         rank=rank,
         warnings=tuple(advice.warnings(jobs, layout)),
         next_step=advice.next_step(jobs, layout, rank),
@@ -140,20 +140,23 @@ def _check_caches(weights: StoredWeights, layout: Layout) -> None:
             f"{queries[0]} scales the queries of attention, which `convert` does not carry over: "
             "quantise the source model again in the layout you need."
         )
-    if others := sorted(caches(checkpoint) - {"FP8"}):
-        raise UnsupportedError(
-            f"The KV cache is declared as {others[0]}, and `convert` carries over static FP8 only: "
-            "quantise the source model again in the layout you need."
-        )
-    if weights.caches or _declares_caches(checkpoint):
+    if _caches(weights):
         layout.cache_outputs("")  # refuses where there is no place for them
+    known = {form.upper() for form in layout.CACHES}
+    if others := sorted(caches(checkpoint) - known):
+        raise UnsupportedError(
+            f"The KV cache is declared as {others[0]}, and `convert` carries over into this layout "
+            f"static {' or '.join(sorted(known))} only: quantise the source model again in the "
+            "layout you need."
+        )
     for attention in weights.caches:
         weights.cache_scales(attention)
 
 
-def _declares_caches(checkpoint: Checkpoint) -> bool:
-    """True with a KV cache in FP8, also without scales: engines take 1 then."""
-    return "FP8" in caches(checkpoint)
+def _caches(weights: StoredWeights) -> str | None:
+    """The format of KV caches, also without scales: engines take 1 then."""
+    found = sorted(caches(weights.checkpoint))
+    return found[0].lower() if found else "fp8" if weights.caches else None
 
 
 def _check_parts(weights: StoredWeights) -> None:

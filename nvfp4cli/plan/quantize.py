@@ -75,7 +75,7 @@ def plan_quantize(
         untied=context.unties,
         without_mtp=recipe.mtp == "drop",
         activations=recipe.scheme == "w4a4",
-        caches=recipe.kv_cache != "none",
+        caches=None if recipe.kv_cache == "none" else recipe.kv_cache,
         rank=branches.rank(recipe),
         warnings=_warnings(context, jobs, (*notes, *chosen.warnings)),
         next_step=advice.next_step(jobs, context.layout, branches.rank(recipe)),
@@ -234,7 +234,9 @@ def _jobs(
     jobs = _group(members)
     if context.recipe.kv_cache == "none" or context.layout is None:
         return jobs
-    return caches.with_scales(jobs, claims, context.source, context.spec, context.layout)
+    jobs = caches.with_scales(jobs, claims, context.source, context.spec, context.layout)
+    caches.check_format(context.recipe, context.layout, context.spec, context.sizes)
+    return jobs
 
 
 def _group(members: list[tuple[Member, Claim | None]]) -> list[Job]:

@@ -175,7 +175,7 @@ class Facts:
     model: the name the user gave. rotation: kind, seed and sizes. kept: linear modules that stay in
     the source dtype. presets: why the architecture keeps some of them -> patterns. without_mtp:
     layers that predict further tokens were left out. activations: they are quantised too. caches:
-    KV caches are in FP8. rank: of low-rank branches, None without. untied: the output head no
+    the format of KV caches. rank: of low-rank branches, None without. untied: the output head no
     longer reuses the embedding. copies: stored heads that config.json ties and are left out, each
     with its embedding. spec_text: the architecture spec used. own_spec: it is one of the tool's and
     need not be stored. budget: what `bits` has led to. history: what the record of the source says
@@ -190,7 +190,7 @@ class Facts:
     untied: bool
     without_mtp: bool
     activations: bool
-    caches: bool
+    caches: str | None
     rank: int | None
     copies: tuple[tuple[str, str], ...]
     warnings: tuple[str, ...]

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
+from nvfp4cli import kernels
 from nvfp4cli.formats import fp8
 
 # What modules call their cache, in the order of the releases of transformers.
@@ -41,15 +42,19 @@ class Observed(DynamicCache):
         return key_states, value_states
 
 
-class Fp8(DynamicCache):
-    """A cache that rounds to E4M3 under fixed scales and keeps nothing.
+class _Rounded(DynamicCache):
+    """A cache that rounds under fixed scales and keeps nothing.
 
-    scales: of keys and values by the number of the layer, the multipliers amax / 448.
+    scales: of keys and values by the number of the layer.
     """
 
     def __init__(self, scales: dict[int, tuple[float, float]]) -> None:
         super().__init__()
         self._scales = scales
+
+    def round(self, x: Tensor, scale: float) -> Tensor:
+        """[B, heads, T, d], as it is read back."""
+        raise NotImplementedError
 
     def update(
         self,
@@ -63,7 +68,24 @@ class Fp8(DynamicCache):
         if layer_idx not in self._scales:
             return key_states, value_states
         key, value = self._scales[layer_idx]
-        return fp8.rounded(key_states, key), fp8.rounded(value_states, value)
+        return self.round(key_states, key), self.round(value_states, value)
+
+
+class Fp8(_Rounded):
+    """E4M3 under the multipliers amax / 448."""
+
+    def round(self, x: Tensor, scale: float) -> Tensor:
+        """[B, heads, T, d], as it is read back."""
+        return fp8.rounded(x, scale)
+
+
+class Nvfp4(_Rounded):
+    """NVFP4 in blocks of 16 channels of a head, under the global scales amax / 2688."""
+
+    def round(self, x: Tensor, scale: float) -> Tensor:
+        """[B, heads, T, d], as it is read back; d a multiple of 16."""
+        multiplier = torch.tensor([scale], device=x.device)
+        return kernels.quantize_dequantize(x.reshape(-1, x.shape[-1]), multiplier).view(x.shape)
 
 
 def larger(amax: Tensor | None, x: Tensor) -> Tensor:

@@ -13,9 +13,10 @@ from nvfp4cli.checkpoint.reader import open_checkpoint
 from nvfp4cli.errors import UnsupportedError
 from nvfp4cli.formats.nvfp4 import GlobalScale
 from nvfp4cli.layouts import StoredWeights, open_weights
+from nvfp4cli.layouts.declared import caches as declared_caches
 from nvfp4cli.models import spec as specs
 from nvfp4cli.runtime import activations
-from nvfp4cli.runtime.cache import Fp8, parameter
+from nvfp4cli.runtime.cache import Fp8, Nvfp4, parameter
 from nvfp4cli.runtime.linears import Linears, Site
 from nvfp4cli.runtime.matrices import Matrix, of_model, placed
 from nvfp4cli.runtime.model import load
@@ -28,7 +29,7 @@ class Served:
     """A causal language model whose linear layers round their inputs, and whose cache its contents.
 
     Called as transformers' model is. rounding: of inputs, by the name of the site. caches: scales
-    of keys and values by the number of the layer.
+    of keys and values by the number of the layer. cache: what rounds under them.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class Served:
         sites: list[Site],
         rounding: dict[str, Callable[[Tensor], Tensor]],
         caches: dict[int, tuple[float, float]],
+        cache: type[Fp8 | Nvfp4] = Fp8,
     ) -> None:
         self._model, self._sites, self._rounding, self._caches = model, sites, rounding, caches
+        self._cache = cache
 
     @property
     def config(self) -> PreTrainedConfig:
@@ -56,7 +59,7 @@ class Served:
             return self._rounding[site.name](x)
 
         if self._caches:
-            arguments[parameter(self._model.forward)] = Fp8(self._caches)
+            arguments[parameter(self._model.forward)] = self._cache(self._caches)
         with Linears(self._sites, given):
             return self._model(**arguments)
 
@@ -93,7 +96,7 @@ def as_served(model: PreTrainedModel, folder: Path, mode: Activations) -> PreTra
     for site, _ in _largest(weights, model, _dynamic(weights)):
         sites.append(site)
         rounding[site.name] = activations.dynamic(rule)
-    return Served(model, sites, rounding, caches)
+    return Served(model, sites, rounding, caches, _cache(weights))
 
 
 def served(folder: Path, mode: Activations) -> str:
@@ -108,8 +111,12 @@ def served(folder: Path, mode: Activations) -> str:
     if mode != "none" and _in_fp8(weights):
         found.append("inputs of linear layers in FP8 to FP8 under static scales")
     if mode != "none" and cache_scales(weights):
-        found.append("keys and values to FP8")
+        found.append(f"keys and values to {'NVFP4' if _cache(weights) is Nvfp4 else 'FP8'}")
     return " and ".join(found) or "none"
+
+
+def _cache(weights: StoredWeights) -> type[Fp8 | Nvfp4]:
+    return Nvfp4 if "NVFP4" in declared_caches(weights.checkpoint) else Fp8
 
 
 def cache_scales(weights: StoredWeights) -> dict[int, tuple[float, float]]:

@@ -277,7 +277,7 @@ def test_small_files_are_whole_or_not_there(
     (tmp_path / "source").write_bytes(b"\x00\xffnew\r\n")
     writer.copy_file(tmp_path / "source", target)
     assert target.read_bytes() == b"\x00\xffnew\r\n"
-    writer.write_text(target, "é\n")
+    writer.write_bytes(target, "é\n".encode())
     assert target.read_bytes() == b"\xc3\xa9\n"
     assert files(target.parent) == {"tokenizer.json"}
 
@@ -286,7 +286,7 @@ def test_small_files_are_whole_or_not_there(
 
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError):
-        writer.write_text(target, "newer")
+        writer.write_bytes(target, b"newer")
     monkeypatch.setattr("shutil.copyfile", fail)
     with pytest.raises(OSError):
         writer.copy_file(tmp_path / "source", target)

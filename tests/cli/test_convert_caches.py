@@ -175,7 +175,8 @@ def test_other_caches_are_refused_by_name(entries, kind, quantized, tmp_path, ca
     scaled(start, inside)
     declare(start, **entries)
     message = refused(capsys, start, tmp_path / "out")
-    assert f"The KV cache is declared as {kind}, and `convert` carries over static FP8" in message
+    sentence = f"The KV cache is declared as {kind}, and `convert` carries over into this layout "
+    assert f"{sentence}static FP8 only" in message
 
 
 @pytest.mark.parametrize(
