@@ -17,9 +17,10 @@ ROTATIONS = ("none", "r1", "r2", "r1r2")
 ROTATION_KINDS = ("hadamard", "block-16", "block-32", "block-64", "block-128", "qr")
 DTYPES = ("source", "bfloat16", "float16", "float32")
 MTP = ("keep", "drop")
-METHODS = ("rtn", "four-over-six", "mse", "gptq", "awq", "svd")
-SCALES = ("rtn", "four-over-six", "mse")
+METHODS = ("rtn", "four-over-six", "mse", "mse-block", "gptq", "awq", "svd")
+SCALES = ("rtn", "four-over-six", "mse", "mse-block")
 COMPENSATED = ("gptq", "svd")  # methods that make errors good by what a text shows
+CORRELATED = (*COMPENSATED, "mse-block")  # those that ask how the channels of inputs go together
 SEARCHED = (*COMPENSATED, "awq")  # those whose block scales are a choice of their own
 KV_CACHES = ("none", "fp8", "nvfp4")
 RANDOM_TEXT = "random"
@@ -52,11 +53,11 @@ class Recipe:
 
     scheme: w4a16 (NVFP4 weights), w4a4 (activations too, with static global scales or, in the
     layout torchao, dynamic ones) or none (folds only). method: how codes are chosen: to nearest
-    (rtn, four-over-six, mse), or with errors made good by what calibration text shows (gptq), or so
-    and beside a branch of low rank in bf16 (svd), of which rank is the rank; awq is to nearest too,
-    with channel_scales: these make channels of inputs smaller and the columns that read them
-    larger, as calibration text approves. scales: how the scale of a block is chosen under gptq, svd
-    and awq. kv_cache: the format that engines keep keys and values in, with scales from
+    (rtn, four-over-six, mse, mse-block), or with errors made good by what calibration text shows
+    (gptq), or so and beside a branch of low rank in bf16 (svd), of which rank is the rank; awq is
+    to nearest too, with channel_scales: these make channels of inputs smaller and the columns that
+    read them larger, as calibration text approves. scales: how the scale of a block is chosen under
+    gptq, svd and awq. kv_cache: the format that engines keep keys and values in, with scales from
     calibration. text: file of the calibration text, of which the first `sequences` of
     `sequence_length` tokens are used, or "random", for tokens drawn from `seed`; None: a text that
     comes with the tool. bits: that a value of the weights to be quantised may take on average; the
@@ -108,7 +109,7 @@ class Recipe:
             return False
         weighed = self.method == "mse" and self.text is not None
         scaled = self.input_scales or self.kv_cache != "none"
-        needed = self.measures or self.scales_channels or self.method in COMPENSATED
+        needed = self.measures or self.scales_channels or self.method in CORRELATED
         return weighed or scaled or needed
 
     @property
@@ -128,7 +129,7 @@ class Recipe:
 
     @property
     def block_scales(self) -> str:
-        """How the scale of a block is chosen: rtn, four-over-six or mse."""
+        """How the scale of a block is chosen: rtn, four-over-six, mse or mse-block."""
         return self.scales if self.method in SEARCHED else self.method
 
     @property

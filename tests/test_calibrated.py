@@ -103,11 +103,12 @@ def test_what_the_text_shows_brings_the_model_nearer(
 ):
     source = tiny_model(model_type)
     found = {}
-    for method in ("rtn", "mse", "gptq"):
+    for method in ("rtn", "mse", "mse-block", "gptq"):
         out = tmp_path / method
         written(source, out, "--layout", "modelopt", "--method", method, "--text", text, *SHORT)
         found[method] = kl(out, source, text, capsys)
     assert found["gptq"] < 0.8 * found["mse"] < 0.8 * found["rtn"]
+    assert found["gptq"] < 0.8 * found["mse-block"] < 0.8 * found["rtn"]
 
 
 def test_activations_that_are_declared_are_rounded(llama, tmp_path, text, capsys):
@@ -173,6 +174,7 @@ def test_statistics_of_another_rotation_are_refused(llama, tmp_path, text, capsy
         (("--include", "lm_head"), "know nothing of the inputs of lm_head: calibrate again"),
         (("--kv-cache", "fp8"), "know nothing of the keys of model.layers.0.self_attn"),
         (("--method", "gptq"), "gptq needs the text itself"),
+        (("--method", "mse-block"), "mse-block needs the text itself"),
     ):
         out = tmp_path / "out"
         options = ("--layout", "modelopt", "--scheme", "w4a4", "--stats", stats, *more)

@@ -88,7 +88,7 @@ Scales = Annotated[
     typer.Option(
         metavar=one_of(SCALES),
         show_default=Recipe.scales,
-        help="How block scales are chosen under gptq and svd.",
+        help="How block scales are chosen under gptq, svd and awq.",
         rich_help_panel=_CALIBRATION,
     ),
 ]

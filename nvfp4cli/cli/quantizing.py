@@ -20,7 +20,7 @@ from nvfp4cli.layouts import LAYOUTS
 from nvfp4cli.plan.convert import plan_convert
 from nvfp4cli.plan.quantize import plan_quantize
 from nvfp4cli.plan.record import Budget, Plan
-from nvfp4cli.recipe import COMPENSATED, RANDOM_TEXT, SEARCHED, Recipe
+from nvfp4cli.recipe import CORRELATED, RANDOM_TEXT, SEARCHED, Recipe
 
 # What works for this share of the time holds up everything else.
 _BUSY = 0.8
@@ -47,9 +47,9 @@ def quantize(
     manner: Manner,
 ) -> None:
     """Plan, then run or show the plan. given: the keys of the recipe that were options."""
-    if manner.stats is not None and recipe.method in COMPENSATED:
+    if manner.stats is not None and recipe.method in CORRELATED:
         raise RecipeError(
-            f"--stats holds what scales are chosen by, and {recipe.method} needs the text itself: "
+            f"--stats holds mean squares of inputs, and {recipe.method} needs the text itself: "
             "leave it out, or use --method mse."
         )
     if manner.stats is not None and (recipe.measures or recipe.scales_channels):

@@ -24,9 +24,9 @@ def quantize(
 
     weight: [N, K], any float dtype, finite, K a multiple of 16. hessian: [K, K] fp32 or fp64, the
     sum of x x^T over inputs x [K] that the layer sees, in any unit. scale: of
-    `scales.global_scale`. method: how block scales are chosen, by errors that count as their
-    columns do. A column that no input reaches changes nothing, and rounds to nearest; so do all
-    without any input.
+    `scales.global_scale`. method: how block scales are chosen, by errors that count as
+    `scales.importance_of` the Hessian says. A column that no input reaches changes nothing, and
+    rounds to nearest; so do all without any input.
 
     Computed in fp32; the inverse in fp64 where fp32 finds the Hessian not positive definite.
     """
@@ -34,7 +34,8 @@ def quantize(
     diagonal = hessian.diagonal().to(torch.float32)
     if not bool(diagonal.any()):
         return scales.quantize(weight, scale, method)
-    searched = scales.quantize(weight, scale, method, diagonal / diagonal.mean())
+    importance = scales.importance_of(hessian, method)
+    searched = scales.quantize(weight, scale, method, importance / diagonal.mean())
     stored = e4m3.decode(searched.block_scale)  # [N, K/16]
     reciprocal = nvfp4.block_reciprocal(stored, scale.multiplier)
     order = diagonal.argsort(descending=True, stable=True)

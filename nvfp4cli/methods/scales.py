@@ -4,7 +4,9 @@
 tries the one that maps it to 4 ("Four Over Six", arXiv:2512.02010): E2M1 has nothing between 4 and
 6, so a block whose values crowd just below its maximum is rounded more finely then. `mse` tries
 every E4M3 code from 3 below to 7 above that of `rtn`, between which the best one lies
-("ScaleSweep", arXiv:2606.07618). The files stay plain NVFP4.
+("ScaleSweep", arXiv:2606.07618). `mse-block` tries the same, and weighs the error e of a block by
+how its inputs go together, e^T H e with the block's own 16 x 16 part H of the Hessian, where `mse`
+knows H's diagonal alone. The files stay plain NVFP4.
 """
 
 from collections.abc import Iterator
@@ -17,7 +19,8 @@ from nvfp4cli import kernels
 from nvfp4cli.formats import e2m1, e4m3, nvfp4
 from nvfp4cli.formats.nvfp4 import BLOCK, GlobalScale, Quantized
 
-METHODS = ("rtn", "four-over-six", "mse")
+METHODS = ("rtn", "four-over-six", "mse", "mse-block")
+WEIGHED = ("mse", "mse-block")  # by inputs, where these are known
 
 # The largest block scale that the maximum of a tensor may give under a rule that goes above it:
 # the 4 of four-over-six needs 1.5 times as much, 384, the best code at most 12/7. From 448 both
@@ -37,24 +40,38 @@ def global_scale(amax: float, method: str) -> GlobalScale:
     return GlobalScale.from_amax(amax if method == "rtn" else amax * (e4m3.MAX / _LARGEST))
 
 
+def importance_of(hessian: Tensor, method: str) -> Tensor:
+    """What errors count for `quantize` by the inputs of a layer, in the unit of their Hessian.
+
+    hessian: [K, K], the sum of x x^T over inputs x. Returns fp32 [K/16, 16, 16], its blocks along
+    the diagonal, under mse-block, and its diagonal, fp32 [K], under any other method.
+    """
+    if method != "mse-block":
+        return hessian.diagonal().to(torch.float32)
+    tiles = hessian.unflatten(0, (-1, BLOCK)).unflatten(2, (-1, BLOCK))
+    return tiles.diagonal(dim1=0, dim2=2).permute(2, 0, 1).to(torch.float32)
+
+
 def quantize(
     weight: Tensor, scale: GlobalScale, method: str, importance: Tensor | None = None
 ) -> Quantized:
     """Round a matrix to NVFP4 with the block scales that a method chooses.
 
     weight: [N, K], any float dtype, finite, K a multiple of 16; computed in fp32. scale: of
-    `global_scale`. importance: fp32 [K], not negative: what the squared error of a column counts,
-    the same for all by default. Of equally good scales that of the maximum wins, then the smaller.
+    `global_scale`. importance: what errors count: fp32 [K], not negative, of the squared error of
+    each column, or fp32 [K/16, 16, 16], symmetric, H of each block, whose error is then e^T H e
+    with e = rounded - exact; every column the same by default. Of equally good scales that of the
+    maximum wins, then the smaller.
     """
     if method == "rtn":
         return kernels.quantize(weight, scale)
     n, k = nvfp4.check_blocks(weight.shape)
     packed = torch.empty(n, k // 2, dtype=torch.uint8, device=weight.device)
     scale_byte = torch.empty(n, k // BLOCK, dtype=torch.uint8, device=weight.device)
-    columns = None if importance is None else _planes(importance[None])
+    bands = [] if importance is None else _bands(importance)
     rows = max(1, (_TILE if weight.device.type == "cpu" else _LARGE_TILE) // max(1, k))
     for start in range(0, n, rows):
-        tile = _Tile(weight[start : start + rows], scale.multiplier, columns)
+        tile = _Tile(weight[start : start + rows], scale.multiplier, bands)
         best = tile.best(method)
         scale_byte[start : start + rows] = best
         packed[start : start + rows] = tile.packed(best)
@@ -67,17 +84,30 @@ def _planes(x: Tensor) -> Tensor:
     return blocks.permute(2, 0, 1).contiguous()
 
 
+def _bands(importance: Tensor) -> list[Tensor]:
+    """What products of errors d columns apart count: fp32 [16 - d, 1, K/16], from d = 0 on.
+
+    Above the main diagonal an entry stands for the one below it too.
+    """
+    if importance.dim() == 1:
+        return [_planes(importance[None])]
+    diagonals = [importance.diagonal(d, dim1=1, dim2=2).T.contiguous() for d in range(BLOCK)]
+    return [(d if apart == 0 else 2 * d)[:, None] for apart, d in enumerate(diagonals)]
+
+
 @dataclass(frozen=True)
 class _Tile:
-    """Rows of a matrix. weight: [R, K]. importance: fp32 [16, 1, K/16] or None."""
+    """Rows of a matrix. weight: [R, K]. bands: of `_bands`; none where all columns count alike."""
 
     weight: Tensor
     multiplier: float
-    importance: Tensor | None
+    bands: list[Tensor]
 
     def best(self, method: str) -> Tensor:
         """The byte of each block's best scale: uint8 [R, K/16]."""
-        magnitudes = _planes(self.weight).abs_()
+        values = _planes(self.weight)
+        signs = values.sign() if len(self.bands) > 1 else None
+        magnitudes = values.abs_()
         amax = magnitudes.amax(dim=0)
         six = amax.new_full((), e2m1.MAX)
         ratio = amax / six / amax.new_full((), self.multiplier)
@@ -85,7 +115,7 @@ class _Tile:
         for candidate in _candidates(ratio, method):
             # A small block beside a huge one is not lost: its scale is at least 2^-9.
             byte = torch.where(amax > 0, candidate.clamp(1, e4m3.MAX_BYTE), 0).to(torch.uint8)
-            error = self._error(magnitudes, byte)
+            error = self._error(magnitudes, signs, byte)
             if best is None or least is None:
                 best, least = byte, error
             else:
@@ -94,18 +124,26 @@ class _Tile:
         assert best is not None
         return best
 
-    def _error(self, magnitudes: Tensor, byte: Tensor) -> Tensor:
-        """Sum of the squared errors of each block under its scale: fp32 [R, K/16]."""
+    def _error(self, magnitudes: Tensor, signs: Tensor | None, byte: Tensor) -> Tensor:
+        """What the errors of each block under its scale count: fp32 [R, K/16].
+
+        Products are summed plane by plane, in one order on every device and without the reduced
+        precision that a GPU may take for matrix products.
+        """
         stored = e4m3.decode(byte)
         scaled = magnitudes * nvfp4.block_reciprocal(stored, self.multiplier)
-        error = (
-            e2m1.nearest_magnitude(scaled).mul_(stored * self.multiplier).sub_(magnitudes).square_()
-        )
-        if self.importance is not None:
-            error.mul_(self.importance)
-        total = error[0].clone()
-        for plane in error[1:]:  # in this order on every device
+        error = e2m1.nearest_magnitude(scaled).mul_(stored * self.multiplier).sub_(magnitudes)
+        squares = error.square()
+        if self.bands:
+            squares.mul_(self.bands[0])
+        total = squares[0].clone()
+        for plane in squares[1:]:
             total += plane
+        if signs is not None:
+            error.mul_(signs)
+        for apart, band in enumerate(self.bands[1:], start=1):
+            for plane in (error[:-apart] * error[apart:]).mul_(band):
+                total += plane
         return total
 
     def packed(self, byte: Tensor) -> Tensor:

@@ -135,7 +135,8 @@ def _encoded(weight: Tensor, hessian: Tensor, *, recipe: Recipe, tokens: int) ->
     scale = scales.global_scale(kernels.amax(weight), rule)
     if recipe.method in COMPENSATED and gptq.enough(tokens, weight.shape[1]):
         return gptq.quantize(weight, hessian, scale, rule)
-    importance = hessian.diagonal() / tokens if rule == "mse" and tokens else None
+    weighed = rule in scales.WEIGHED and tokens > 0
+    importance = scales.importance_of(hessian, rule) / tokens if weighed else None
     return scales.quantize(weight, scale, rule, importance)
 
 

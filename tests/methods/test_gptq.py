@@ -56,7 +56,7 @@ def test_equal_to_the_textbook(method, monkeypatch):
     hessian = x.T @ x
     scale = scales.global_scale(nvfp4.amax(w), method)
     q = gptq.quantize(w, hessian, scale, method)
-    importance = hessian.diagonal().float() / hessian.diagonal().float().mean()
+    importance = scales.importance_of(hessian, method) / hessian.diagonal().float().mean()
     searched = scales.quantize(w, scale, method, importance)
     assert torch.equal(q.block_scale.view(torch.uint8), searched.block_scale.view(torch.uint8))
     expected, found = textbook(w, hessian, searched), nvfp4.dequantize(q).double()
