@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -77,6 +78,29 @@ def test_input_scales_are_those_of_the_text(llama, tmp_path, text, layout):
     for group in (qkv, [f"model.layers.1.mlp.{name}" for name in ("gate_proj", "up_proj")]):
         assert len({weights.input_scale(name) for name in group}) == 1
     assert main(["inspect", str(out), "--strict"]) == 0
+
+
+def test_experts_of_a_layer_share_their_input_scales(tiny_model, tmp_path, text, capsys):
+    """One of them is reached by no token."""
+    folder = tmp_path / "model"
+    shutil.copytree(tiny_model("gpt_oss"), folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["model.layers.0.mlp.router.bias"][1] = -1e4
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    stats = tmp_path / "stats.safetensors"
+    same = ("--scheme", "w4a4", "--text", text, *SHORT)
+    assert main(["calibrate", str(folder), str(stats), *same, "--device", "cpu"]) == 0
+    direct = written(folder, tmp_path / "direct", "--layout", "modelopt", *same)
+    said = capsys.readouterr().err
+    assert "No token of the calibration text has reached model.layers.0.mlp.experts.1." in said
+    again = ("--layout", "modelopt", "--scheme", "w4a4", "--stats", str(stats))
+    for weights in (direct, written(folder, tmp_path / "again", *again)):
+        for leaf in ("gate_proj", "up_proj", "down_proj"):
+            names = [n for n in weights.quantized if re.search(rf"layers\.0\.mlp.*\.{leaf}$", n)]
+            assert len(names) > 2
+            (scale,) = {weights.input_scale(name).multiplier for name in names}
+            largest = max(Statistics.load(stats).inputs[name].amax for name in names)
+            assert 0 < scale == pytest.approx(largest / 2688, rel=1e-5)
 
 
 def test_the_weights_of_rtn_do_not_depend_on_the_text(llama, tmp_path, text):
@@ -282,6 +306,24 @@ def test_the_record_names_the_text(llama, tmp_path, text):
     }
     written(llama, tmp_path / "again", "--recipe", str(out / "nvfp4.yaml"))
     assert contents(tmp_path / "again") == contents(out)
+
+
+def test_a_plan_says_what_memory_calibration_takes(llama, tmp_path, text, capsys):
+    def planned(*options: str) -> int:
+        argv = ["quantize", str(llama), str(tmp_path / "out"), "--dry-run", "--json", *options]
+        assert main(argv) == 0
+        return json.loads(capsys.readouterr().out)["calibration_memory_bytes"]
+
+    def taken(sequences: int, *options: str) -> int:
+        return planned("--text", text, "--sequences", str(sequences), *options)
+
+    assert planned() == 0
+    one, two, more = (taken(n, "--method", "gptq") for n in (64, 128, 192))
+    assert 0 < two - one == more - two  # hidden states and products, of every sequence
+    assert taken(64, "--scheme", "w4a4") < one  # one model instead of two
+    argv = ["quantize", str(llama), str(tmp_path / "out"), "--dry-run", "--method", "gptq"]
+    assert main([*argv, "--text", text]) == 0
+    assert "Calibration on 128 sequences of 512 tokens takes up to" in capsys.readouterr().out
 
 
 def test_options_that_do_nothing_are_said(llama, tmp_path, text, capsys):

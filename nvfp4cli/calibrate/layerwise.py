@@ -9,16 +9,16 @@ A layer is run again for every matrix. What has been multiplied once is remember
 allows: the results are the same, and most of the work is those products.
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from nvfp4cli.calibrate.moments import Moments, Seen
+from nvfp4cli.calibrate.statistics import across_experts
 from nvfp4cli.models.spec import ArchSpec
 from nvfp4cli.runtime.cache import Observed, larger
 from nvfp4cli.runtime.linears import Linears, Site
@@ -41,7 +41,8 @@ class Split:
 
 # What has been seen of a group and its matrices, fp32 [out, in] -> what is served instead of them.
 Round = Callable[[Group, list[Tensor], Seen], Sequence[Tensor | Split]]
-# A group and its largest input -> what the served layer makes of an input.
+# A group and the largest magnitude of its input, or of the inputs of all experts of a layer -> what
+# the served layer makes of an input.
 Activation = Callable[[Group, float], Callable[[Tensor], Tensor]]
 
 
@@ -127,7 +128,7 @@ class _Stream:
             seen: dict[str, Tensor] = {}
 
             def see(name: str, x: Tensor, seen: dict[str, Tensor] = seen) -> None:
-                if not _EXPERT.search(name):
+                if across_experts(name) == name:
                     seen[name] = x
 
             output = self._run(batch, see, remember=False)
@@ -275,8 +276,13 @@ class Walk:
             full = stream(self._full, settled=True)
             full.look_ahead()
         for step in _steps(groups, served):
+            amax = self._amax(step, served) if self._manner.rounded else None
+            if amax is not None:
+                for group in step:
+                    act = activation(group, amax)
+                    served.activations.update({served.operand[name]: act for name in group})
             for chunk in self._chunks(step, served):
-                self._round(chunk, served, full, choose, activation)
+                self._round(chunk, served, full, choose, amax)
         return served, full
 
     def _chunks(self, step: list[Group], served: _Stream) -> Iterator[list[Group]]:
@@ -299,30 +305,29 @@ class Walk:
         served: _Stream,
         full: _Stream | None,
         choose: Round,
-        activation: Activation,
+        amax: float | None,
     ) -> None:
+        """amax: what scales of inputs are made of, where that is known already."""
         operands = {served.operand[group[0]]: group for group in groups}
-        whole = len(groups) > 1
-        if self._manner.rounded:
-            amax = self._amax(list(operands), served, whole)
-            for operand, group in operands.items():
-                act = activation(group, amax[operand])
-                served.activations.update({served.operand[name]: act for name in group})
-        seen = self._moments(list(operands), served, full, whole)
+        found = self._moments(list(operands), served, full, whole=len(groups) > 1)
         for operand, group in operands.items():
             given = [served.found[name].values for name in group]
-            for name, result in zip(group, choose(group, given, seen[operand]), strict=True):
+            seen = found[operand] if amax is None else replace(found[operand], amax=amax)
+            for name, result in zip(group, choose(group, given, seen), strict=True):
                 served.replace(name, result)
 
-    def _amax(self, operands: list[str], served: _Stream, whole: bool) -> dict[str, float]:
-        """The largest magnitudes of inputs; of operands that none reaches, that of the others."""
-        found: dict[str, Tensor] = {}
+    def _amax(self, step: list[Group], served: _Stream) -> float:
+        """The largest magnitude of the inputs of a group, or of all experts of a layer.
+
+        Engines take the largest input scale of a layer's experts for every one of them: vLLM 0.32
+        in fused_moe/oracle/nvfp4.py and in flashinfer_fp4_moe.py.
+        """
+        operands = [served.operand[group[0]] for group in step]
+        found: Tensor | None = None
         for batch in range(len(served.hidden)):
-            for operand, x in served.inputs(batch, operands, whole=whole).items():
-                found[operand] = larger(found.get(operand), x)
-        values = {operand: amax.item() for operand, amax in found.items()}
-        reached = max(values.values(), default=0.0)
-        return {operand: values.get(operand, reached) for operand in operands}
+            for x in served.inputs(batch, operands, whole=len(step) > 1).values():
+                found = larger(found, x)
+        return 0.0 if found is None else found.item()
 
     def _moments(
         self, operands: list[str], served: _Stream, full: _Stream | None, whole: bool
@@ -330,7 +335,7 @@ class Walk:
         """Of the text to choose by, and of the text held out."""
         # The two models give experts different tokens, whose products would mean nothing. Experts
         # are compared on the tokens that the served model gives them.
-        if full is not None and any(_EXPERT.search(name) for name in operands):
+        if full is not None and any(across_experts(name) != name for name in operands):
             full = None
 
         both = self._manner.both
@@ -350,14 +355,10 @@ class Walk:
                 moments = seen[operand][0 if batch < self._fit else 1]
                 moments.add(x if act is None else act(x), theirs.get(operand, x))
         amax = {operand: value.item() for operand, value in found.items()}
-        reached = max(amax.values(), default=0.0)
         return {
-            operand: Seen(amax.get(operand, reached), fit, held_out)
+            operand: Seen(amax.get(operand, 0.0), fit, held_out)
             for operand, (fit, held_out) in seen.items()
         }
-
-
-_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 
 
 def _steps(groups: Sequence[Group], served: _Stream) -> list[list[Group]]:
@@ -365,7 +366,7 @@ def _steps(groups: Sequence[Group], served: _Stream) -> list[list[Group]]:
     order = {name: place for place, name in enumerate(served.order())}
     kinds: dict[Group, list[Group]] = {}
     for group in groups:
-        kinds.setdefault(tuple(_EXPERT.sub("*", name) for name in group), []).append(group)
+        kinds.setdefault(tuple(across_experts(name) for name in group), []).append(group)
 
     def first(step: list[Group]) -> int:
         return min(order.get(served.operand[group[0]], len(order)) for group in step)

@@ -2,8 +2,10 @@
 
 import json
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,13 @@ from nvfp4cli.errors import CheckpointError
 
 _KEY = "nvfp4_statistics"
 _AMAX, _SQUARE, _TOKENS = ".input_amax", ".input_mean_square", ".input_tokens"
+_EXPERT = re.compile(r"(?<=\.experts\.)\d+(?=\.)")
 _KEYS, _VALUES = ".key_amax", ".value_amax"
+
+
+def across_experts(module: str) -> str:
+    """The name of a module, the same for every expert of its layer."""
+    return _EXPERT.sub("*", module)
 
 
 @dataclass(frozen=True)
@@ -42,6 +50,7 @@ class Statistics:
     def of(self, modules: Sequence[str]) -> Inputs:
         """Of modules that have one input: the largest magnitude of all, the rest of the first.
 
+        All experts of a layer have the largest magnitude of theirs: engines know one for a layer.
         Raises CheckpointError for one that the statistics know nothing of.
         """
         if unknown := [module for module in modules if module not in self.inputs]:
@@ -49,8 +58,17 @@ class Statistics:
                 f"The statistics know nothing of the inputs of {unknown[0]}: calibrate again with "
                 "the same --ignore and --include."
             )
-        amax = max(self.inputs[module].amax for module in modules)
+        amax = max(self._largest[across_experts(module)] for module in modules)
         return replace(self.inputs[modules[0]], amax=amax)
+
+    @cached_property
+    def _largest(self) -> dict[str, float]:
+        """By the name of a module across experts; to be asked for once all inputs are known."""
+        found: dict[str, float] = {}
+        for module, one in self.inputs.items():
+            name = across_experts(module)
+            found[name] = max(found.get(name, 0.0), one.amax)
+        return found
 
     def save(self, path: Path) -> None:
         """Write the file; it appears under its name once it is whole."""

@@ -17,6 +17,7 @@ from nvfp4cli.cli.device import pick
 from nvfp4cli.cli.source import Source
 from nvfp4cli.errors import RecipeError
 from nvfp4cli.layouts import LAYOUTS
+from nvfp4cli.pipeline.calibrated import memory_bytes
 from nvfp4cli.plan.convert import plan_convert
 from nvfp4cli.plan.quantize import plan_quantize
 from nvfp4cli.plan.record import Budget, Plan
@@ -285,6 +286,7 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
         **_facts(plan),
         "disk_bytes": plan.output_bytes,
         "memory_bytes": plan.memory_bytes,
+        "calibration_memory_bytes": memory_bytes(plan) if plan.recipe.needs_text else 0,
         "shards": [shard.file for shard in plan.shards],
     }
     if as_json:
@@ -312,3 +314,9 @@ def _show_plan(plan: Plan, as_json: bool) -> None:
         f"{totals['bits_per_parameter']:.2f} bits per parameter; memory up to "
         f"{console.size(plan.memory_bytes)} above the interpreter's own; nothing was written."
     )
+    if plan.recipe.needs_text:
+        count, length = plan.recipe.sequences, plan.recipe.sequence_length
+        console.line(
+            f"Calibration on {count} sequences of {length} tokens takes up to "
+            f"{console.size(memory_bytes(plan))} more."
+        )

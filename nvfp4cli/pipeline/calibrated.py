@@ -45,6 +45,39 @@ def facts_of(plan: Plan) -> dict[str, Any]:
     }
 
 
+def memory_bytes(plan: Plan) -> int:
+    """What calibration takes of a host's memory beside the plan's own, at most; an estimate.
+
+    The layers, embeddings and hidden states of the models that go through the text side by side in
+    fp32, their hidden states, and what is remembered and summed.
+    """
+    assert plan.spec is not None
+    recipe, sizes = plan.recipe, plan.spec.sizes(plan.spec.language(plan.source.checkpoint.config))
+    tokens, width = recipe.sequences * recipe.sequence_length, sizes["hidden_size"]
+    models = 2 if recipe.method in COMPENSATED else 1
+    parts: dict[str, int] = {}
+    products: dict[str, int] = {}
+    columns = 0
+    for job in plan.jobs:
+        for member in job.members:
+            size = 4 * math.prod(member.shape)
+            parts[job.stage] = parts.get(job.stage, 0) + size
+            if member.quantized:
+                rows, k = member.shape
+                columns = max(columns, k)
+                products[job.stage] = products.get(job.stage, 0) + 4 * tokens * (rows + k)
+    remembered = min(_HOST_BYTES // 3, models * max(products.values(), default=0))
+    # Sums, and what GPTQ makes of one: ordered, factored, inverted, in fp64 if need be.
+    summed = 4 * columns * columns * (6 * models + 8)
+    batch = 4 * max(BATCH_TOKENS["cpu"], recipe.sequence_length)
+    passing = batch * (8 * width + 4 * columns)
+    if recipe.measures:
+        passing += 5 * 4 * recipe.sequence_length * sizes["vocab_size"]
+    # A part is read in the source's dtype, folded and placed.
+    largest = 2 * models * max(parts.values(), default=0)
+    return largest + 4 * models * tokens * width + remembered + summed + passing
+
+
 class Layers:
     """The quantised jobs of a plan, layer by layer in the order of a forward pass.
 

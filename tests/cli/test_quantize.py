@@ -46,7 +46,9 @@ def test_json_of_a_plan(run, llama, tmp_path):
     code, stdout, _ = run(*argv, "--dry-run", "--json")
     assert code == 0
     document = json.loads(stdout)
-    assert document.keys() == FACTS | {"disk_bytes", "memory_bytes", "shards", "tensors"}
+    assert document.keys() == FACTS | {
+        "disk_bytes", "memory_bytes", "calibration_memory_bytes", "shards", "tensors",
+    }  # fmt: skip
     keys = {"name", "shape", "dtype", "action", "reason", "edits", "bytes"}
     assert all(row.keys() == keys for row in document["tensors"])
     assert document["shards"] == ["model.safetensors"]
